@@ -1,0 +1,218 @@
+"""What happened, in the past tense. Every event carries when: the core reads no clock."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pearl_state.configuration import Configuration
+from pearl_state.plan import PlanId
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.roles import Tenure
+from pearl_state.worker import GpuId, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Event:
+    now_s: float
+    """Seconds on the run's clock."""
+
+
+# ---- inter-scale: GPUs come and go ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpusOffered(_Event):
+    """The provider gave rollout GPUs on one node."""
+
+    gpus: frozenset[GpuId]
+    tenure: Tenure = Tenure.PREEMPTIBLE
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpusReclaimed(_Event):
+    """The provider wants GPUs back by `deadline_s` (absolute). A deadline in the past means they are gone."""
+
+    gpus: frozenset[GpuId]
+    deadline_s: float
+
+
+# ---- intra-scale: training begins and ends --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRequested(_Event):
+    """A batch is complete: training wants its GPUs now (the paper's Training Begin)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFinished(_Event):
+    """An update is done; the training GPUs are idle until the next batch (the paper's Training Finished)."""
+
+    weight_version: int
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingReleased(_Event):
+    """Training workers gave their device memory back (verified), or could not (`failed`: the cause)."""
+
+    plan_id: PlanId
+    failed: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResumed(_Event):
+    """Training workers hold their device memory again, or could not take it (`failed`: the cause)."""
+
+    failed: str | None = None
+
+
+# ---- answers of the executors ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPrepared(_Event):
+    """All workers of an expansion or a borrow are up and hold the weights they report."""
+
+    plan_id: PlanId
+    reported: Mapping[WorkerId, int]
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFailed(_Event):
+    """An expansion or borrow was given up (all or nothing) and cleaned: nothing of it is left.
+
+    `failed` names the workers at fault with the cause; empty where it was cancelled.
+    """
+
+    plan_id: PlanId
+    failed: Mapping[WorkerId, str] = field(default_factory=dict[WorkerId, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageApplied(_Event):
+    """A stage's drains, releases, switches and weight checks are over."""
+
+    plan_id: PlanId
+    stage: int
+    reported: Mapping[WorkerId, int]
+    """Weight version of each worker that may be admitted."""
+    left: frozenset[WorkerId] = frozenset()
+    """Workers that gave their GPUs back as told."""
+    failed: Mapping[WorkerId, str] = field(default_factory=dict[WorkerId, str])
+    """Workers that did not do what they should, with the cause. They may still hold the GPU."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersCleaned(_Event):
+    """Failed workers were killed; their GPUs hold nothing of them any more."""
+
+    workers: Mapping[WorkerId, int]
+    """Worker → the incarnation that was cleaned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed(_Event):
+    """A worker crashed or stopped answering outside a plan."""
+
+    worker: WorkerId
+    incarnation: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPublished(_Event):
+    """Training published a newer weight version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsReported(_Event):
+    """A worker said which weight version it holds now."""
+
+    worker: WorkerId
+    incarnation: int
+    version: int
+
+
+# ---- rollout and its telemetry --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBegan(_Event):
+    """A batch of `batch` trajectories started."""
+
+    step: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutProgressed(_Event):
+    """`remaining` trajectories of the batch are not complete yet (R of eq. 7)."""
+
+    step: int
+    remaining: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFinished(_Event):
+    """The last trajectory of a batch completed."""
+
+    step: int
+    makespan_s: float
+    borrowed: bool = False
+    """Whether borrowed GPUs served during the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRefitted(_Event):
+    """Telemetry produced a new workload and platform profile."""
+
+    workload: WorkloadProfile
+    platform: PlatformProfile
+    calibrated: bool = True
+    """Whether measurements back the platform profile (else it is still the prior)."""
+
+
+# ---- people ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersCordoned(_Event):
+    """A person fenced workers off (`cordoned`), or lifted the fence."""
+
+    workers: frozenset[WorkerId]
+    cordoned: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigurationPinned(_Event):
+    """A person fixed the configuration; None lets the policy choose again."""
+
+    configuration: Configuration | None
+
+
+Event = (
+    GpusOffered
+    | GpusReclaimed
+    | TrainingRequested
+    | TrainingFinished
+    | TrainingReleased
+    | TrainingResumed
+    | GroupPrepared
+    | GroupFailed
+    | StageApplied
+    | WorkersCleaned
+    | WorkerFailed
+    | WeightsPublished
+    | WeightsReported
+    | RolloutBegan
+    | RolloutProgressed
+    | RolloutFinished
+    | ProfileRefitted
+    | WorkersCordoned
+    | ConfigurationPinned
+)

@@ -1,0 +1,91 @@
+"""What telemetry and hardware data tell the planner: the workload, and the platform one worker runs on."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from pearl_state.errors import ProfileError
+
+
+def _check(instance: object, positive: frozenset[str], unit_interval: frozenset[str]) -> None:
+    """Raise `ProfileError` for a number that is not finite, is negative, or leaves its range."""
+    for item in fields(instance):  # type: ignore[arg-type]
+        value = getattr(instance, item.name)
+        if value is None or isinstance(value, str | Mapping | tuple):
+            continue
+        name = f"{type(instance).__name__}.{item.name}"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ProfileError(f"{name} = {value!r}: must be a finite number")
+        if value < 0 or (value == 0 and item.name in positive):
+            raise ProfileError(f"{name} = {value}: must be {'positive' if item.name in positive else 'at least 0'}")
+        if item.name in unit_interval and value > 1:
+            raise ProfileError(f"{name} = {value}: must be at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadProfile:
+    """Statistics of a rollout step, as the Runtime Tracker measures them. Symbols are PEARL's (section 4.3.1)."""
+
+    batch: int
+    """B: trajectories of a rollout step."""
+    turns: float
+    """S: interaction turns of the slowest trajectory."""
+    new_prompt_tokens: float
+    """ΔL: prompt tokens that a turn adds, tokens."""
+    response_tokens: float
+    """r: tokens that a turn generates, tokens."""
+    bubble_ratio: float = 0.0
+    """θ = (1 − f)/f, with f the mean fraction of trajectories that are decoding."""
+    environment_s: float = 0.0
+    """T_env: environment time of the slowest trajectory over the step, seconds."""
+    context_tokens: float = 0.0
+    """Mean context of a trajectory at a turn, tokens (for K_seq and the prefix cache); 0 where unknown."""
+    max_context_tokens: float = 0.0
+    """Largest context a trajectory reaches, tokens; 0 where unknown."""
+    mean_turns: float = 0.0
+    """Mean turns over all trajectories of a step; 0 where unknown (then S stands for all)."""
+    turn_environment_s: float = 0.0
+    """Mean environment time of one turn, seconds."""
+    active_by_turn: tuple[float, ...] = ()
+    """Fraction of the batch's trajectories that reach turn 1, 2, …; empty where unknown. First is 1, never rises."""
+    origin: Mapping[str, str] = field(default_factory=dict)
+    """Field name → where its value came from ("telemetry, 3 steps", "bundled swe-32k", …)."""
+
+    def __post_init__(self) -> None:
+        """Raise `ProfileError` for NaN, infinities, negatives, or an empty batch."""
+        _check(self, frozenset({"batch", "turns", "response_tokens"}), frozenset())
+        if any(not 0 <= a <= 1 for a in self.active_by_turn) or list(self.active_by_turn) != sorted(
+            self.active_by_turn, reverse=True
+        ):
+            raise ProfileError("WorkloadProfile.active_by_turn: fractions in [0, 1] that never rise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformProfile:
+    """Costs of one worker (TP group) for one model, from hardware data or refitted from telemetry."""
+
+    decode_fixed_s: float
+    """A: fixed cost of a decode iteration, seconds."""
+    decode_per_sequence_s: float
+    """b: marginal cost of one more concurrent sequence in a decode iteration, seconds."""
+    prefill_per_token_s: float
+    """t_prefill: computation of one prompt token, seconds."""
+    kv_bytes_per_token: float
+    """K: KV-cache bytes per token (all layers, all ranks of the worker)."""
+    transfer_bytes_per_s: float
+    """BW: bandwidth between the prefill and the decode pool, bytes per second."""
+    overhead_per_turn_s: float = 0.0
+    """T_over: overhead per turn under colocation (switching between prefill and decode), seconds."""
+    kv_capacity_bytes: float = 0.0
+    """H_max: bytes for KV cache on one worker; 0 means unbounded."""
+    prefix_capacity_tokens: float = 0.0
+    """Context tokens whose KV one prefill worker can keep for reuse; 0 means unbounded."""
+    handover_s: float = 0.0
+    """Fixed cost of handing one request's KV from prefill to decode, seconds."""
+    origin: Mapping[str, str] = field(default_factory=dict)
+    """Field name → where its value came from."""
+
+    def __post_init__(self) -> None:
+        """Raise `ProfileError` for NaN, infinities or negatives."""
+        positive = {"decode_fixed_s", "prefill_per_token_s", "kv_bytes_per_token", "transfer_bytes_per_s"}
+        _check(self, frozenset(positive), frozenset())

@@ -1,0 +1,273 @@
+"""The unified GPU-worker-role table M = {w ↦ (G_w, R_w, a_w)} of PEARL eq. (4), with its named invariants.
+
+The table is an immutable value. Every change goes through `WorkerTable.update`, which checks the legal transitions of
+`lifecycle` and the invariants below on what changed, and returns the next version; all rows change or none does.
+
+Invariants (the names that `InvariantError.invariant` carries):
+
+- `fixed_binding`: a slot's GPUs never change while it is bound; slots are never renumbered.
+- `one_owner_per_gpu`: at most one worker holds a GPU's memory. Hence training never runs on a GPU that is lent out.
+- `paired_roles`: active prefill workers exist if and only if active decode workers do, at every instant.
+- `admitted_at_target`: a rollout worker becomes active only with the target weight version.
+- `no_stale_serving`: an active rollout worker's version is at least `floor_version`.
+- `monotonic_versions`: target, floor and each process's reported version never go back.
+- `incarnation_grows`: each start of a process in a slot has a higher incarnation than all before it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pearl_state.configuration import Configuration
+from pearl_state.errors import IllegalTransitionError, InvariantError
+from pearl_state.lifecycle import ACTIVITY, HOLDS_GPU, TRANSITIONS, Lifecycle
+from pearl_state.roles import Activity, Role, Tenure, Zone
+from pearl_state.worker import GpuId, Worker, WorkerId
+
+_ACTIVE: Final = Lifecycle.ACTIVE
+_LOSES_MEMORY: Final = frozenset({Lifecycle.VACANT, Lifecycle.RELEASED, Lifecycle.RETIRED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTable:
+    """One immutable snapshot of all workers. Build it with `bind`; change it with `update`."""
+
+    rows: Mapping[WorkerId, Worker] = field(default_factory=dict[WorkerId, Worker])
+    version: int = 0
+    """Grows by one at each change."""
+    target_version: int = 0
+    """Newest published weight version."""
+    floor_version: int = 0
+    """Oldest weight version that may serve (the staleness bound)."""
+    holders: Mapping[GpuId, WorkerId] = field(default_factory=dict[GpuId, WorkerId])
+    """Who holds each GPU's memory now; a GPU that nobody holds is absent."""
+    incarnations: Mapping[WorkerId, int] = field(default_factory=dict[WorkerId, int])
+    """Highest incarnation each slot ever had; outlives its unbinding."""
+    active_roles: tuple[int, int, int] = (0, 0, 0)
+    """Active prefill, decode and colocated workers."""
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def active(self, *roles: Role) -> tuple[WorkerId, ...]:
+        """Ids of active rollout workers (the set W), in slot order; only those of `roles` where any are given."""
+        return tuple(
+            w.id
+            for w in self.rows.values()
+            if w.lifecycle is _ACTIVE and w.role is not Role.TRAINING and (not roles or w.role in roles)
+        )
+
+    def where(
+        self,
+        *lifecycles: Lifecycle,
+        zone: Zone | None = None,
+        role: Role | None = None,
+        tenure: Tenure | None = None,
+    ) -> tuple[WorkerId, ...]:
+        """Ids of the workers in one of `lifecycles` (any where none is given) that match all filters, in slot order."""
+        return tuple(
+            w.id
+            for w in self.rows.values()
+            if (not lifecycles or w.lifecycle in lifecycles)
+            and (zone is None or w.zone is zone)
+            and (role is None or w.role is role)
+            and (tenure is None or w.tenure is tenure)
+        )
+
+    def rollout(self) -> tuple[WorkerId, ...]:
+        """Ids of all rollout workers, in slot order."""
+        return tuple(w.id for w in self.rows.values() if w.role is not Role.TRAINING)
+
+    def training(self) -> tuple[WorkerId, ...]:
+        """Ids of all training workers, in slot order."""
+        return tuple(w.id for w in self.rows.values() if w.role is Role.TRAINING)
+
+    @property
+    def configuration(self) -> Configuration:
+        """π of the active workers. Raises `ConfigurationError` while a transition mixes both modes."""
+        return Configuration(*self.active_roles)
+
+    @property
+    def free_slot(self) -> WorkerId:
+        """The lowest slot that is not bound."""
+        slot = 0
+        while slot in self.rows:
+            slot += 1
+        return WorkerId(slot)
+
+    # ---- changing ---------------------------------------------------------------------------------------------------
+
+    def bind(self, *workers: Worker) -> "WorkerTable":
+        """Add rows for slots that are not bound. They must hold nothing yet (VACANT)."""
+        rows = dict(self.rows)
+        incarnations = dict(self.incarnations)
+        for worker in workers:
+            if worker.id in rows:
+                raise InvariantError("fixed_binding", f"slot {worker.id} is bound already")
+            if not worker.gpus:
+                raise InvariantError("fixed_binding", f"slot {worker.id} is bound to no GPU")
+            if worker.lifecycle is not Lifecycle.VACANT:
+                raise InvariantError("fixed_binding", f"slot {worker.id} is bound while {worker.lifecycle}")
+            before = incarnations.get(worker.id, 0)
+            rows[worker.id] = replace(worker, incarnation=before, weight_version=None)
+            incarnations[worker.id] = before
+        return replace(self, rows=dict(sorted(rows.items())), incarnations=incarnations, version=self.version + 1)
+
+    def unbind(self, ids: Iterable[WorkerId]) -> "WorkerTable":
+        """Free slots whose workers are gone (VACANT or RETIRED). Their incarnation numbers are kept."""
+        rows = dict(self.rows)
+        for id_ in ids:
+            row = rows.pop(id_)
+            if row.lifecycle not in (Lifecycle.VACANT, Lifecycle.RETIRED):
+                raise InvariantError("fixed_binding", f"slot {id_} is unbound while {row.lifecycle}")
+        return replace(self, rows=rows, version=self.version + 1)
+
+    def publish(self, version: int) -> "WorkerTable":
+        """Make `version` the target; must not be older than the current one."""
+        if version < self.target_version:
+            raise InvariantError("monotonic_versions", f"target would go back {self.target_version} -> {version}")
+        return replace(self, target_version=version, version=self.version + 1)
+
+    def raise_floor(self, version: int) -> "WorkerTable":
+        """Forbid serving with versions older than `version`. Active workers below it are an error."""
+        if not self.floor_version <= version <= self.target_version:
+            raise InvariantError(
+                "monotonic_versions",
+                f"floor {version} is outside {self.floor_version}..{self.target_version}",
+            )
+        for id_ in self.active():
+            reported = self.rows[id_].weight_version
+            if reported is None or reported < version:
+                raise InvariantError(
+                    "no_stale_serving", f"worker {id_} serves version {reported} below floor {version}"
+                )
+        return replace(self, floor_version=version, version=self.version + 1)
+
+    def move(self, ids: Iterable[WorkerId], lifecycle: Lifecycle) -> "WorkerTable":
+        """Move workers to `lifecycle`, all or none. A start takes the next incarnation by itself."""
+        changed = []
+        for id_ in ids:
+            row = self.rows[id_]
+            if lifecycle is Lifecycle.STARTING:
+                changed.append(replace(row, lifecycle=lifecycle, incarnation=self.incarnations[id_] + 1))
+            elif lifecycle is Lifecycle.FAILED:
+                changed.append(replace(row, lifecycle=lifecycle, failures=row.failures + 1))
+            elif lifecycle in _LOSES_MEMORY:
+                changed.append(replace(row, lifecycle=lifecycle, weight_version=None))
+            else:
+                changed.append(replace(row, lifecycle=lifecycle))
+        return self.update(changed)
+
+    def set_roles(self, roles: Mapping[WorkerId, Role]) -> "WorkerTable":
+        """Give workers that do not serve a new role."""
+        return self.update([replace(self.rows[id_], role=role) for id_, role in roles.items()])
+
+    def report(self, id_: WorkerId, version: int) -> "WorkerTable":
+        """Record the weight version that a worker's process says it holds."""
+        return self.update([replace(self.rows[id_], weight_version=version)])
+
+    def update(self, changed: Iterable[Worker]) -> "WorkerTable":
+        """Replace rows by `changed`, all or none.
+
+        Raises `IllegalTransitionError` or `InvariantError`; the table stays as it was. `paired_roles` is checked on
+        the result, so that a pair may be admitted or withdrawn in one update.
+        """
+        rows = dict(self.rows)
+        holders: dict[GpuId, WorkerId] | None = None
+        incarnations: dict[WorkerId, int] | None = None
+        prefill, decode, colocated = self.active_roles
+        takes: list[Worker] = []
+        for new in changed:
+            old = rows[new.id]
+            self._check_row(old, new)
+            rows[new.id] = new
+            if old.incarnation != new.incarnation:
+                incarnations = dict(self.incarnations) if incarnations is None else incarnations
+                incarnations[new.id] = new.incarnation
+            held, holds = old.lifecycle in HOLDS_GPU, new.lifecycle in HOLDS_GPU
+            if held is not holds:
+                if holds:
+                    takes.append(new)
+                else:
+                    holders = dict(self.holders) if holders is None else holders
+                    for gpu in old.gpus:
+                        del holders[gpu]
+            for worker, sign in ((old, -1), (new, 1)):
+                if worker.lifecycle is _ACTIVE:
+                    if worker.role is Role.PREFILL:
+                        prefill += sign
+                    elif worker.role is Role.DECODE:
+                        decode += sign
+                    elif worker.role is Role.COLOCATED:
+                        colocated += sign
+        if takes:
+            holders = dict(self.holders) if holders is None else holders
+            for worker in takes:
+                for gpu in worker.gpus:
+                    if gpu in holders:
+                        raise InvariantError(
+                            "one_owner_per_gpu", f"worker {worker.id} takes GPU {gpu}, which {holders[gpu]} holds"
+                        )
+                    holders[gpu] = worker.id
+        if (prefill == 0) is not (decode == 0):
+            raise InvariantError("paired_roles", f"{prefill} active prefill with {decode} active decode workers")
+        return WorkerTable(
+            rows=rows,
+            version=self.version + 1,
+            target_version=self.target_version,
+            floor_version=self.floor_version,
+            holders=self.holders if holders is None else holders,
+            incarnations=self.incarnations if incarnations is None else incarnations,
+            active_roles=(prefill, decode, colocated),
+        )
+
+    def _check_row(self, old: Worker, new: Worker) -> None:
+        """Check one row's change."""
+        before, after = old.lifecycle, new.lifecycle
+        if before is not after and (before, after) not in TRANSITIONS:
+            raise IllegalTransitionError(f"worker {new.id}: {before} -> {after}")
+        if new.gpus != old.gpus or new.zone is not old.zone:
+            raise InvariantError("fixed_binding", f"worker {new.id}: GPUs or zone of a bound slot change")
+        if new.incarnation != old.incarnation and (
+            new.incarnation <= self.incarnations[new.id] or after is not Lifecycle.STARTING
+        ):
+            raise InvariantError("incarnation_grows", f"worker {new.id}: {old.incarnation} -> {new.incarnation}")
+        if before is not Lifecycle.STARTING and after is Lifecycle.STARTING and new.incarnation == old.incarnation:
+            raise InvariantError(
+                "incarnation_grows", f"worker {new.id} starts with incarnation {new.incarnation} again"
+            )
+        reported = new.weight_version
+        if (
+            reported is not None
+            and old.weight_version is not None
+            and new.incarnation == old.incarnation
+            and reported < old.weight_version
+        ):
+            raise InvariantError("monotonic_versions", f"worker {new.id}: {old.weight_version} -> {reported}")
+        if after is _ACTIVE:
+            self._check_active(old, new)
+
+    def _check_active(self, old: Worker, new: Worker) -> None:
+        """Check a row that serves after its change."""
+        if new.role is Role.TRAINING:
+            return
+        if old.lifecycle is _ACTIVE:
+            if new.role is not old.role:
+                raise IllegalTransitionError(f"worker {new.id}: role {old.role} -> {new.role} while it serves")
+            if new.weight_version is None or new.weight_version < self.floor_version:
+                raise InvariantError(
+                    "no_stale_serving",
+                    f"worker {new.id} serves version {new.weight_version} below floor {self.floor_version}",
+                )
+        elif new.weight_version != self.target_version:
+            raise InvariantError(
+                "admitted_at_target",
+                f"worker {new.id} is admitted with version {new.weight_version}, target {self.target_version}",
+            )
+
+
+def activity_counts(table: WorkerTable) -> dict[Activity, int]:
+    """How many rollout workers are in each activity."""
+    counts = dict.fromkeys(Activity, 0)
+    for id_ in table.rollout():
+        counts[ACTIVITY[table.rows[id_].lifecycle]] += 1
+    return counts
