@@ -1,0 +1,1 @@
+"""Rollout: asynchronous agentic trajectories over workers that come and go."""
