@@ -14,7 +14,7 @@ from pearl_state.events import GpusOffered, GpusReclaimed
 from pearl_state.roles import Role
 from pearl_state.samples import EngineSamples
 from pearl_state.trajectory import WeightSpan
-from pearl_state.worker import GpuId, Worker
+from pearl_state.worker import GpuId, Worker, WorkerId
 
 
 class WorkerError(Exception):
@@ -23,6 +23,11 @@ class WorkerError(Exception):
 
 class WorkerLostError(WorkerError):
     """The worker's process is gone, or is another incarnation than the one addressed."""
+
+    def __init__(self, message: str = "", worker: WorkerId | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+        """Which one, where the call named two (`generate_pair`) and it is known."""
 
 
 class TransferError(WorkerError):
@@ -149,6 +154,9 @@ class TokenChunk:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     version: int
+    offset: int = -1
+    """How many tokens this request generated before these, so that a delivery can be repeated safely; -1 where the
+    runtime delivers in order and once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
