@@ -1,0 +1,92 @@
+"""Settings of the job itself: the run, the model, training, rollout, and the environment.
+
+Fields have no defaults here: `default.toml` beside this module is the one place that holds them.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Scalar = bool | int | float | str
+
+
+class Section(BaseModel):
+    """A table of the configuration file. Immutable; unknown keys, NaN, infinities and type coercions are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunSettings(Section):
+    """`[run]`: how long, from which seed, and where the run folder goes."""
+
+    seed: int = Field(ge=0, lt=2**32, description="seed of everything random: tasks, sampling, initial weights")
+    steps: int = Field(ge=1, le=10_000_000, description="training steps to make")
+    wall_limit_s: float = Field(gt=0, description="end the run in order after this time, seconds (exit code 4)")
+    dir: str = Field(min_length=1, description="folder in which each run makes its own folder; --run-dir names it")
+    resume_from: str = Field(description="run folder or checkpoint to continue from; empty for a fresh start")
+
+
+class TinyModelSettings(Section):
+    """`[model.tiny]`: shape of the Qwen3 model that is built from scratch when `model.path` is "tiny"."""
+
+    hidden_size: int = Field(ge=8, le=65_536, description="width of the residual stream")
+    layers: int = Field(ge=1, le=1_000, description="transformer layers")
+    heads: int = Field(ge=1, le=1_024, description="attention heads")
+    kv_heads: int = Field(ge=1, le=1_024, description="key/value heads; divides heads")
+    head_dim: int = Field(ge=2, le=1_024, multiple_of=2, description="width of one attention head; even")
+    intermediate_size: int = Field(ge=8, le=1_000_000, description="width of the gated feed-forward layer")
+
+
+class ModelSettings(Section):
+    """`[model]`: what is trained."""
+
+    path: str = Field(min_length=1, description='folder of a Hugging Face causal LM, or "tiny" to build one')
+    max_context_tokens: int = Field(ge=16, le=10_000_000, description="longest context of a trajectory, tokens")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(description="number format of weights and cache")
+    tiny: TinyModelSettings = Field(description='shape of the model that path = "tiny" builds')
+
+
+class TrainSettings(Section):
+    """`[train]`: the update."""
+
+    algorithm: Literal["grpo"] = Field(description="policy-gradient algorithm")
+    learning_rate: float = Field(ge=0, le=1, description="AdamW learning rate; 0 trains nothing (a control run)")
+    weight_decay: float = Field(ge=0, le=1, description="AdamW weight decay")
+    warmup_steps: int = Field(ge=0, description="steps over which the learning rate rises from 0")
+    max_gradient_norm: float = Field(gt=0, description="gradients are scaled down to this norm")
+    group_size: int = Field(ge=2, le=100_000, description="trajectories of one task that are compared (a GRPO group)")
+    groups_per_step: int = Field(ge=1, le=100_000, description="groups that one step trains on")
+    updates_per_step: int = Field(ge=1, le=1_000, description="optimizer updates made with one step's batch")
+    micro_batch_tokens: int = Field(ge=16, description="most tokens in one forward and backward pass of a rank")
+    normalize_advantage: bool = Field(description="divide a group's advantages by their standard deviation")
+    clip_low: float = Field(ge=0, lt=1, description="lower clip of the policy ratio: 1 - clip_low")
+    clip_high: float = Field(ge=0, description="upper clip of the policy ratio: 1 + clip_high")
+    importance_truncation: float = Field(
+        ge=1, description="truncation of the importance weight between trainer and rollout log-probabilities"
+    )
+    kl_coef: float = Field(ge=0, description="weight of the KL penalty to the initial policy; 0 keeps no reference")
+    max_staleness_versions: int = Field(
+        ge=0, le=1_000, description="most weight versions between a trajectory's dispatch and its use"
+    )
+    checkpoint_every_steps: int = Field(ge=0, description="steps between checkpoints; 0 writes only the last one")
+    keep_checkpoints: int = Field(ge=1, description="newest checkpoints that are kept")
+
+
+class RolloutSettings(Section):
+    """`[rollout]`: how trajectories are generated."""
+
+    batch_size: int = Field(ge=1, le=10_000_000, description="trajectories of a step, B; groups_per_step × group_size")
+    max_new_tokens: int = Field(ge=1, description="most tokens of one response")
+    max_turns: int = Field(ge=1, le=100_000, description="most turns of a trajectory")
+    temperature: float = Field(ge=0, le=100, description="sampling temperature; 0 is greedy and cannot train")
+    top_p: float = Field(gt=0, le=1, description="nucleus sampling: smallest set of tokens with this probability")
+    turn_timeout_s: float = Field(gt=0, description="longest one model call may take, seconds")
+    max_attempts: int = Field(ge=1, le=1_000, description="attempts for a model call before its trajectory is lost")
+
+
+class EnvironmentSettings(Section):
+    """`[environment]`: what the model acts in."""
+
+    name: str = Field(min_length=1, description="registered environment, or module:attribute of your own")
+    timeout_s: float = Field(gt=0, description="longest one environment step may take, seconds")
+    args: dict[str, Scalar | list[Scalar]] = Field(description="arguments of this environment")

@@ -1,0 +1,54 @@
+"""The keys that exist, as dotted names, and the nearest one to a key that does not."""
+
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from functools import cache
+
+from pearl_rl.settings.job import Section
+from pearl_rl.settings.root import Settings
+
+FREE_FORM = ("environment", "args")
+"""The one table whose keys are not known here: each environment has its own."""
+
+
+@cache
+def sections() -> dict[tuple[str, ...], type[Section]]:
+    """Every section by its path, the root (`()`) included."""
+    return dict(_sections((), Settings))
+
+
+@cache
+def leaves() -> tuple[tuple[str, ...], ...]:
+    """The path of every setting, in the order of the sections."""
+    return tuple(
+        (*path, name)
+        for path, section in sections().items()
+        for name in section.model_fields
+        if (*path, name) not in sections()
+    )
+
+
+def nearest(path: tuple[str, ...]) -> str:
+    """The dotted name of the valid key nearest to the unknown `path`.
+
+    A key of the same section wins, unless none there resembles it and another section has one that does.
+    """
+    wanted = path[-1]
+
+    def likeness(leaf: tuple[str, ...]) -> tuple[float, float]:
+        name = SequenceMatcher(None, wanted, leaf[-1]).ratio()
+        bonus = 0.4 * (leaf[:-1] == path[:-1]) + 0.4 * leaf[-1].startswith(wanted)
+        whole = SequenceMatcher(None, ".".join(path), ".".join(leaf)).ratio()
+        return (name + bonus, whole)
+
+    top = [] if len(path) > 1 else [(name,) for name in Settings.model_fields]
+    candidates: list[tuple[str, ...]] = [*top, *leaves()]
+    best = max(candidates, key=likeness)
+    return ".".join(best)
+
+
+def _sections(path: tuple[str, ...], section: type[Section]) -> Iterator[tuple[tuple[str, ...], type[Section]]]:
+    yield path, section
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _sections((*path, name), field.annotation)

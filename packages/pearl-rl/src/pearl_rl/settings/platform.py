@@ -1,0 +1,95 @@
+"""Settings of what the job runs on: engine, cluster, availability, emulated device, planner, and time limits."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from pearl_rl.settings.job import Section
+
+
+class EngineSettings(Section):
+    """`[engine]`: the inference engine of one rollout worker."""
+
+    kind: Literal["torch"] = Field(description="engine that workers run")
+    max_sequences: int = Field(ge=1, le=100_000, description="most sequences that decode at once on a worker")
+    kv_capacity_tokens: int = Field(ge=16, description="tokens whose KV one worker holds, running and cached together")
+    prefill_chunk_tokens: int = Field(ge=1, description="most prompt tokens of one prefill iteration")
+    threads: int = Field(ge=1, le=1_024, description="CPU threads of one worker's engine")
+
+
+class ClusterSettings(Section):
+    """`[cluster]`: logical GPUs, and who may use them."""
+
+    runtime: Literal["local"] = Field(description="where worker processes live")
+    training_gpus: int = Field(ge=1, le=1_000_000, description="GPUs of the training pool (the overlap zone)")
+    reserved_rollout_gpus: int = Field(ge=0, le=1_000_000, description="GPUs that rollout keeps for the whole run")
+    max_preemptible_gpus: int = Field(ge=0, le=1_000_000, description="most GPUs that come and go")
+    gpus_per_worker: int = Field(ge=1, le=1_024, description="GPUs of one rollout worker (tensor parallelism)")
+    borrowing: Literal["on", "off", "gate"] = Field(
+        description="use of idle training GPUs: always, never, or where the gate of PEARL eq. (7) predicts a gain"
+    )
+
+
+class AvailabilitySettings(Section):
+    """`[availability]`: when preemptible GPUs come and go."""
+
+    source: Literal["trace", "fixed", "control"] = Field(
+        description="replay a trace, keep max_preemptible_gpus all the time, or follow a person's control file"
+    )
+    trace: str = Field(description="trace to replay: a bundled name or a CSV file")
+    segment: str = Field(description="segment of the trace; empty for the whole file")
+    time_scale: float = Field(gt=0, description="trace seconds that pass in one second of the run")
+    start_s: float = Field(ge=0, description="where in the segment the replay begins, trace seconds")
+    notice_s: float = Field(ge=0, description="time between a reclaim's announcement and the GPU's loss, seconds")
+    control_file: str = Field(description='file that people write to when source = "control"')
+    seed: int = Field(ge=0, lt=2**32, description="seed of which GPU goes when the trace only says how many")
+
+
+class DeviceSettings(Section):
+    """`[device]`: the emulated device that each worker is paced to. The planner is not told these values."""
+
+    paced: bool = Field(description="hold each engine to the costs below; false lets it run as fast as it can")
+    decode_fixed_s: float = Field(ge=0, description="A: fixed cost of a decode iteration, seconds")
+    decode_per_sequence_s: float = Field(
+        ge=0, description="b: cost of one more sequence in a decode iteration, seconds"
+    )
+    prefill_per_token_s: float = Field(ge=0, description="t_prefill: cost of one prompt token, seconds")
+    phase_switch_s: float = Field(
+        ge=0, description="cost of changing between prefill and decode on one worker, seconds"
+    )
+    kv_bytes_per_s: float = Field(gt=0, description="BW: bandwidth of a KV hand-over, bytes per second")
+    handover_s: float = Field(ge=0, description="fixed cost of one KV hand-over, seconds")
+    start_s: float = Field(ge=0, description="least time of starting a worker process, seconds")
+    resume_s: float = Field(ge=0, description="least time of taking device memory again, seconds")
+    release_s: float = Field(ge=0, description="least time of giving device memory back, seconds")
+    role_switch_s: float = Field(ge=0, description="least time of changing a worker's role, seconds")
+
+
+class PlannerSettings(Section):
+    """`[planner]`: how configurations are chosen."""
+
+    policy: Literal["pearl", "fixed"] = Field(description="who chooses the configuration")
+    configuration: str = Field(description='configuration of policy "fixed", like 2P3D or 4C; empty otherwise')
+    model: Literal["extended", "printed"] = Field(
+        description="makespan model that decides: eqs (1)-(3) as printed, or extended by what they lack"
+    )
+    ratio_threshold: float = Field(ge=0, le=10, description="relative gain that a change of the P/D ratio needs")
+    mode_threshold: float = Field(ge=0, le=10, description="relative gain that a change of the mode needs")
+    flip_cost_s: float = Field(ge=0, description="first estimate of a prefill-decode flip, seconds")
+    relaunch_cost_s: float = Field(ge=0, description="first estimate of a change of the mode, seconds")
+    new_worker_cost_s: float = Field(ge=0, description="first estimate of admitting new workers, seconds")
+    toggle_cost_s: float = Field(ge=0, description="first estimate of borrowing and returning training GPUs, seconds")
+    ema_weight: float = Field(gt=0, le=1, description="weight of the newest step in moving averages")
+
+
+class LimitSettings(Section):
+    """`[limits]`: bound of each wait, seconds. Its expiry is a failure of whoever did not answer."""
+
+    start_s: float = Field(gt=0, description="starting a worker process")
+    stop_s: float = Field(gt=0, description="ending a worker process in order, before it is killed")
+    drain_s: float = Field(gt=0, description="finishing or interrupting what a worker holds")
+    release_s: float = Field(gt=0, description="giving device memory back")
+    resume_s: float = Field(gt=0, description="taking device memory again")
+    switch_s: float = Field(gt=0, description="changing a worker's role")
+    weights_s: float = Field(gt=0, description="loading a weight snapshot")
+    training_step_s: float = Field(gt=0, description="one training step")

@@ -1,0 +1,195 @@
+"""The whole configuration, and the rules that tie its sections together."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from pearl_rl.settings.job import (
+    EnvironmentSettings,
+    ModelSettings,
+    RolloutSettings,
+    RunSettings,
+    Section,
+    TrainSettings,
+)
+from pearl_rl.settings.platform import (
+    AvailabilitySettings,
+    ClusterSettings,
+    DeviceSettings,
+    EngineSettings,
+    LimitSettings,
+    PlannerSettings,
+)
+from pearl_state.configuration import Configuration
+from pearl_state.errors import ConfigurationError
+
+
+class Settings(Section):
+    """Every setting of a training run."""
+
+    run: RunSettings = Field(description="how long, from which seed, and where the run folder goes")
+    model: ModelSettings = Field(description="what is trained")
+    train: TrainSettings = Field(description="the update")
+    rollout: RolloutSettings = Field(description="how trajectories are generated")
+    environment: EnvironmentSettings = Field(description="what the model acts in")
+    engine: EngineSettings = Field(description="the inference engine of one rollout worker")
+    cluster: ClusterSettings = Field(description="logical GPUs, and who may use them")
+    availability: AvailabilitySettings = Field(description="when preemptible GPUs come and go")
+    device: DeviceSettings = Field(description="the emulated device that each worker is paced to")
+    planner: PlannerSettings = Field(description="how configurations are chosen")
+    limits: LimitSettings = Field(description="bound of each wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A rule between settings that is broken."""
+
+    keys: tuple[str, ...]
+    """Dotted names of the settings at odds; whoever reports it points to the one that was set last."""
+    text: str
+    """What is wrong and what to do, on one line."""
+
+
+def contradictions(settings: Settings) -> Iterator[Contradiction]:
+    """Every rule between settings that `settings` breaks. Looks at the file system for the paths they name."""
+    for rule in _RULES:
+        yield from rule(settings)
+
+
+def _batch(settings: Settings) -> Iterator[Contradiction]:
+    train, batch = settings.train, settings.rollout.batch_size
+    product = train.groups_per_step * train.group_size
+    if batch != product:
+        yield Contradiction(
+            ("rollout.batch_size", "train.groups_per_step", "train.group_size"),
+            f"rollout.batch_size={batch} is not train.groups_per_step × train.group_size = "
+            f"{train.groups_per_step} × {train.group_size}; use rollout.batch_size={product}, or change the groups",
+        )
+
+
+def _gpus(settings: Settings) -> Iterator[Contradiction]:
+    cluster = settings.cluster
+    size = cluster.gpus_per_worker
+    pools = {
+        "reserved_rollout_gpus": (cluster.reserved_rollout_gpus, "reserved rollout GPUs"),
+        "max_preemptible_gpus": (cluster.max_preemptible_gpus, "preemptible rollout GPUs"),
+    }
+    if cluster.borrowing != "off":
+        pools["training_gpus"] = (cluster.training_gpus, "training GPUs (which rollout borrows)")
+    for name, (gpus, words) in pools.items():
+        if gpus % size:
+            below, above = gpus - gpus % size, gpus - gpus % size + size
+            use = f"{below} or {above}" if below else f"{above}"
+            yield Contradiction(
+                (f"cluster.{name}", "cluster.gpus_per_worker"),
+                f"{gpus} {words} do not divide by gpus_per_worker={size}; use {use}",
+            )
+    if cluster.reserved_rollout_gpus == 0 and cluster.max_preemptible_gpus == 0:
+        yield Contradiction(
+            ("cluster.reserved_rollout_gpus", "cluster.max_preemptible_gpus"),
+            f"no GPUs are left for rollout; use cluster.reserved_rollout_gpus={size} or more",
+        )
+
+
+def _tiny_model(settings: Settings) -> Iterator[Contradiction]:
+    tiny = settings.model.tiny
+    if settings.model.path == "tiny" and tiny.heads % tiny.kv_heads:
+        fits = [n for n in range(1, tiny.heads + 1) if tiny.heads % n == 0]
+        nearest = min(fits, key=lambda n: abs(n - tiny.kv_heads))
+        yield Contradiction(
+            ("model.tiny.kv_heads", "model.tiny.heads"),
+            f"{tiny.kv_heads} key/value heads do not divide {tiny.heads} heads; use model.tiny.kv_heads={nearest}",
+        )
+
+
+def _model_path(settings: Settings) -> Iterator[Contradiction]:
+    path = settings.model.path
+    if path == "tiny":
+        return
+    problem = _folder_problem(path)
+    if problem is None and not os.path.isfile(os.path.join(path, "config.json")):
+        problem = "is a folder without config.json"
+    if problem:
+        yield Contradiction(
+            ("model.path",), f"the model's path {problem}; give a folder of a Hugging Face causal LM, or 'tiny'"
+        )
+
+
+def _resume(settings: Settings) -> Iterator[Contradiction]:
+    source = settings.run.resume_from
+    problem = _folder_problem(source) if source else None
+    if problem:
+        yield Contradiction(("run.resume_from",), f"{problem}; give a run folder or a checkpoint, or leave it empty")
+
+
+def _folder_problem(path: str) -> str | None:
+    """Why `path` is no folder, or None. `os.path` answers for any text, also one that no file can have as name."""
+    if os.path.isdir(path):
+        return None
+    return "is not a folder" if os.path.exists(path) else "does not exist"
+
+
+def _tokens(settings: Settings) -> Iterator[Contradiction]:
+    context, rollout, engine = settings.model.max_context_tokens, settings.rollout, settings.engine
+    if rollout.max_new_tokens >= context:
+        yield Contradiction(
+            ("rollout.max_new_tokens", "model.max_context_tokens"),
+            f"responses of {rollout.max_new_tokens} tokens leave no room for a prompt in "
+            f"model.max_context_tokens={context}; use rollout.max_new_tokens={max(1, context // 4)}",
+        )
+    if engine.kv_capacity_tokens < context:
+        yield Contradiction(
+            ("engine.kv_capacity_tokens", "model.max_context_tokens"),
+            f"a cache of {engine.kv_capacity_tokens} tokens does not hold one trajectory of "
+            f"model.max_context_tokens={context}; use engine.kv_capacity_tokens={context} or more",
+        )
+
+
+def _availability(settings: Settings) -> Iterator[Contradiction]:
+    availability = settings.availability
+    needs = {"trace": availability.trace, "control": availability.control_file}
+    if not needs.get(availability.source, "none needed"):
+        key = "availability.trace" if availability.source == "trace" else "availability.control_file"
+        yield Contradiction(
+            (key, "availability.source"), f'availability.source="{availability.source}" needs {key}; name a file'
+        )
+
+
+def _policy(settings: Settings) -> Iterator[Contradiction]:
+    planner = settings.planner
+    keys = ("planner.configuration", "planner.policy")
+    if planner.policy != "fixed":
+        if planner.configuration:
+            yield Contradiction(keys, f'a configuration needs planner.policy="fixed", not "{planner.policy}"')
+        return
+    try:
+        workers = Configuration.parse(planner.configuration).workers
+    except ConfigurationError as error:
+        yield Contradiction(keys, f'planner.policy="fixed" needs planner.configuration: {error}')
+        return
+    if workers == 0:
+        yield Contradiction(keys, "a configuration without workers cannot run; use at least 1C")
+
+
+def _sampling(settings: Settings) -> Iterator[Contradiction]:
+    if settings.rollout.temperature == 0 and settings.train.learning_rate > 0:
+        yield Contradiction(
+            ("rollout.temperature", "train.learning_rate"),
+            "greedy sampling makes the trajectories of a group equal, so that nothing is learned; "
+            "use rollout.temperature=1.0, or train.learning_rate=0",
+        )
+
+
+_RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
+    _batch,
+    _gpus,
+    _tiny_model,
+    _model_path,
+    _resume,
+    _tokens,
+    _availability,
+    _policy,
+    _sampling,
+)
