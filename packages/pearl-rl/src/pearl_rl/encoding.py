@@ -1,0 +1,105 @@
+"""Values of the vocabulary as JSON, and events back from it.
+
+Dataclasses become objects, enums their text, configurations `2P3D`, sets sorted lists, and mappings objects with text
+keys in the order of their keys. An event carries its name under `event`, so that `decode_event` gives it back.
+"""
+
+import json
+import math
+import types
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pearl_state import events as _events
+from pearl_state.configuration import Configuration
+from pearl_state.decision import Decision
+from pearl_state.events import Event
+from pearl_state.plan import TransitionPlan
+
+EVENT_TYPES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(_events.Event)}
+"""Every event by its name."""
+
+_NOT_FINITE: Mapping[float, str] = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+
+def encode(value: Any) -> Any:
+    """A JSON-able form of any value of the vocabulary. Raises `TypeError` for what is none.
+
+    JSON has no NaN and no infinities: these become the texts `NaN`, `Infinity`, `-Infinity`.
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
+    if isinstance(value, Configuration):
+        return str(value)
+    if isinstance(value, Decision | TransitionPlan):
+        return encode(value.to_json())
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: encode(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(encode(key)): encode(value[key]) for key in sorted(value, key=_order)}
+    if isinstance(value, AbstractSet):
+        return [encode(item) for item in sorted(value, key=_order)]
+    if isinstance(value, Sequence):
+        return [encode(item) for item in value]
+    raise TypeError(f"no JSON for {type(value).__name__}")
+
+
+def encode_event(event: Event) -> dict[str, Any]:
+    """An event as an object, with its name under `event`."""
+    return {"event": type(event).__name__, **encode(event)}
+
+
+def decode_event(data: Mapping[str, Any]) -> Event:
+    """The event that `encode_event` made `data` from. Raises `ValueError` for anything else."""
+    kind = EVENT_TYPES.get(str(data.get("event")))
+    if kind is None:
+        raise ValueError(f"no event is called {data.get('event')!r}")
+    try:
+        event: Event = _decode(kind, {key: value for key, value in data.items() if key != "event"})
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"{kind.__name__}: {error}") from error
+    return event
+
+
+def json_line(value: Any) -> str:
+    """One line of JSON, without a line end: readers of JSON Lines may split at it."""
+    return json.dumps(encode(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _order(key: Any) -> tuple[str, Any]:
+    """Sort numbers as numbers and text as text, also in one collection."""
+    return ("", key) if isinstance(key, int | float) else ("t", str(key))
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _decode(kind: Any, data: Any) -> Any:
+    """`data` as a value of type `kind`."""
+    kind = getattr(kind, "__supertype__", kind)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if data is None else _decode(next(arg for arg in args if arg is not types.NoneType), data)
+    if origin is frozenset:
+        return frozenset(_decode(args[0], item) for item in data)
+    if origin is tuple:
+        return tuple(_decode(args[0], item) for item in data)
+    if origin is not None and issubclass(origin, Mapping):
+        return {_decode(args[0], key): _decode(args[1], value) for key, value in data.items()}
+    if kind is Configuration:
+        return Configuration.parse(data)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return kind(**{name: _decode(_hints(kind)[name], value) for name, value in data.items()})
+    if isinstance(kind, type) and issubclass(kind, Enum | bool | int | float | str):
+        return kind(data)
+    raise TypeError(f"cannot read a {kind}")

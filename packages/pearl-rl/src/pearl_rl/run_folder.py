@@ -1,0 +1,206 @@
+"""The folder of a run: its settings, what happened, what was decided and measured, checkpoints and weights.
+
+The JSON Lines files only grow. Each line goes to the file in one write, so that a reader sees whole lines; after a
+kill the last line may be torn, which `read_lines` skips and `LineFile` repairs when it is opened again.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pearl_rl.encoding import encode, encode_event, json_line
+from pearl_rl.errors import CommandError
+from pearl_rl.observer import StepRecord
+from pearl_rl.settings import ResolvedSettings, to_json, to_toml
+from pearl_rl.summary import TrainSummary
+from pearl_state.decision import Decision
+from pearl_state.events import Event
+from pearl_state.plan import TransitionPlan
+from pearl_state.trajectory import Trajectory
+
+CONFIG_TOML = "config.resolved.toml"
+CONFIG_JSON = "config.resolved.json"
+SUMMARY = "summary.json"
+
+
+class LineFile:
+    """An append-only JSON Lines file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _drop_torn_line(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, value: Any) -> None:
+        """Write one value as one line, at once. Raises `ValueError` after `close`."""
+        if self._file < 0:
+            raise ValueError(f"{self.path} is closed")
+        data = memoryview((json_line(value) + "\n").encode())
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        """Give the file back. May be called twice."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+class RunFolder:
+    """A run's folder. `create` makes a new one, `open` continues one; both hold its line files open until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"
+        self._events = LineFile(path / "events.jsonl")
+        self._decisions = LineFile(path / "decisions.jsonl")
+        self._trajectories = LineFile(path / "trajectories.jsonl")
+        self._metrics = LineFile(path / "metrics.jsonl")
+        self._decision_count = sum(1 for line in read_lines(self._decisions.path) if "decision" in line)
+
+    @classmethod
+    def create(cls, resolved: ResolvedSettings, path: Path | None = None) -> "RunFolder":
+        """Make the folder at `path`, or one named after the time in `run.dir`, and write the settings into it.
+
+        Raises `CommandError` where the folder exists and is not empty, or cannot be made; nothing is left then.
+        """
+        made = _make(path) if path is not None else _make_named(Path(resolved.settings.run.dir))
+        for name in ("checkpoints", "weights"):
+            (made / name).mkdir()
+        (made / CONFIG_TOML).write_text(to_toml(resolved), encoding="utf-8")
+        (made / CONFIG_JSON).write_text(json.dumps(to_json(resolved), indent=2) + "\n", encoding="utf-8")
+        return cls(made)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Continue the run in `path`. Raises `CommandError` where it holds no run."""
+        if not (path / CONFIG_TOML).is_file():
+            raise CommandError(f"{path}: holds no {CONFIG_TOML}; give the folder of a run")
+        return cls(path)
+
+    def record_event(self, event: Event) -> None:
+        """Journal an event that was applied to the table."""
+        self._events.append(encode_event(event))
+
+    def record_decision(
+        self,
+        decision: Decision,
+        *,
+        now_s: float,
+        trigger: str,
+        plan: TransitionPlan | None = None,
+        borrowed: bool = False,
+    ) -> int:
+        """Keep a decision. Returns its number in the file, for `record_measured`."""
+        number = self._decision_count
+        self._decision_count += 1
+        line = {"number": number, "now_s": now_s, "trigger": trigger, "borrowed": borrowed, "plan": plan}
+        self._decisions.append({**line, "decision": decision})
+        return number
+
+    def record_measured(self, number: int, *, now_s: float, step: int, makespan_s: float, predicted_s: float) -> None:
+        """Keep what a step took under decision `number`, beside what was predicted for it, seconds."""
+        self._decisions.append(
+            {"number": number, "now_s": now_s, "step": step, "measured_s": makespan_s, "predicted_s": predicted_s}
+        )
+
+    def record_trajectory(self, trajectory: Trajectory, *, step: int) -> None:
+        """Keep a trajectory that step `step` trained on."""
+        self._trajectories.append({"step": step, **encode(trajectory)})
+
+    def record_step(self, record: StepRecord) -> None:
+        """Keep a step's figures."""
+        self._metrics.append(record)
+
+    def write_summary(self, summary: TrainSummary) -> None:
+        """Write the summary, whole or not at all."""
+        temporary = self.path / f"{SUMMARY}.partial"
+        temporary.write_text(json.dumps(encode(summary), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(self.path / SUMMARY)
+
+    def close(self) -> None:
+        """Give the files back. May be called twice."""
+        for file in (self._events, self._decisions, self._trajectories, self._metrics):
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The values of a JSON Lines file, also of one that is being written or was torn by a kill."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def read_decisions(path: Path) -> list[dict[str, Any]]:
+    """The decisions of a run, each with `measured`: the steps that ran under it."""
+    decisions: list[dict[str, Any]] = []
+    for line in read_lines(path):
+        if "decision" in line:
+            decisions.append({**line, "measured": []})
+        else:
+            decisions[line["number"]]["measured"].append(line)
+    return decisions
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what follows the last line end, if a kill left anything there."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        position = file.seek(0, os.SEEK_END)
+        size, tail = position, b""
+        while position and b"\n" not in tail:
+            start = max(0, position - 65_536)
+            file.seek(start)
+            tail, position = file.read(position - start), start
+        keep = position + tail.rfind(b"\n") + 1
+        if keep < size:
+            file.truncate(keep)
+
+
+def _make(path: Path) -> Path:
+    """Make `path`, which may exist only as an empty folder."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        occupied = next(path.iterdir(), None)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CommandError(f"run folder {path}: cannot be made ({reason}); choose another --run-dir") from None
+    if occupied is not None:
+        raise CommandError(f"run folder {path}: exists and is not empty; choose another --run-dir, or remove it")
+    return path
+
+
+def _make_named(parent: Path, now: datetime | None = None) -> Path:
+    """Make a folder in `parent` named after the local time; a number is added where two runs start in one second."""
+    stamp = f"{now or datetime.now():%Y%m%d-%H%M%S}"
+    for name in _names(stamp, 1_000):
+        path = parent / name
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if parent.exists() and not parent.is_dir():
+                raise CommandError(f"run.dir = {parent}: is a file; choose another folder") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CommandError(f"run.dir = {parent}: cannot be written ({reason}); choose another folder") from None
+        else:
+            return path
+    raise CommandError(f"run.dir = {parent}: too many runs of the name {stamp}; choose another folder")
+
+
+def _names(stamp: str, count: int) -> Sequence[str]:
+    return [stamp, *(f"{stamp}-{number}" for number in range(2, count))]
