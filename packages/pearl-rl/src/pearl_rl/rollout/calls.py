@@ -1,7 +1,7 @@
 """One model call as an agent asks for it, and what it gets back. The router stands in between."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pearl_executor.ports import Finish, Sampling
@@ -20,7 +20,7 @@ class ModelCall:
     """The whole context, tokens. A simulation gives a `range`."""
     max_new_tokens: int
     """Most tokens to generate, over all attempts together."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

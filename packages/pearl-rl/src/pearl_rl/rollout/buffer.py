@@ -1,0 +1,249 @@
+"""The buffer between rollout and training: GRPO groups, refills, and the staleness bound.
+
+A sample is stamped with the trainer's weight version at its dispatch; its staleness is the trainer's version at use
+minus that stamp. The time in flight and the time in the queue both count, and are reported apart. A sample that the
+infrastructure failed is dispatched again alone: its group is kept, and it never becomes a reward.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
+
+
+class VersionRegressionError(ValueError):
+    """The trainer's version is older than one that is known already: its count went back, e.g. after a resume."""
+
+
+class RefillsExhaustedError(RuntimeError):
+    """A group's samples failed more often than they may be dispatched again; the message names the last cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessBound:
+    """How far rollout may run ahead of training: η batches of B samples."""
+
+    max_staleness: int
+    """η: most weight versions between a sample's dispatch and its use."""
+    batch: int
+    """B: samples of one update."""
+    start_version: int = 0
+    """The trainer's version when this run began or resumed; samples are counted from there."""
+
+    def capacity(self, version: int, accepted: int, in_flight: int) -> int:
+        """How many samples may be dispatched now: (η + v + 1)·B − (accepted + in flight), v counted from the start.
+
+        `accepted` samples came back since the start, used ones included, rejected ones not. Counting v from 0 after a
+        resume would admit B samples for every version that earlier runs made.
+        """
+        updates = version - self.start_version
+        if updates < 0:
+            raise VersionRegressionError(
+                f"trainer version {version} is older than the run's first, {self.start_version}"
+            )
+        return max(0, (self.max_staleness + updates + 1) * self.batch - accepted - in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class UsedSample:
+    """A sample on its way to training, with its age."""
+
+    trajectory: Trajectory
+    in_flight: int
+    """Versions that the trainer made between its dispatch and its completion."""
+    in_queue: int
+    """Versions that the trainer made between its completion and its use."""
+
+    @property
+    def staleness(self) -> int:
+        """Trainer's version at use − version at dispatch."""
+        return self.in_flight + self.in_queue
+
+
+@dataclass(slots=True, kw_only=True)
+class BufferCounts:
+    """What became of every dispatched sample. The fields always add up to `dispatched`."""
+
+    dispatched: int = 0
+    in_flight: int = 0
+    buffered: int = 0
+    """Complete and not used yet."""
+    used: int = 0
+    rejected: int = 0
+    """Too old at use; dispatched again."""
+    failed: int = 0
+    """Failed by the infrastructure; dispatched again."""
+    dropped: int = 0
+    """Given up with their group, because its task cannot be played."""
+    cancelled: int = 0
+    """Given up because the run ended."""
+
+    @property
+    def lost(self) -> int:
+        """Samples that nobody can account for. Anything but 0 is a bug."""
+        kept = self.in_flight + self.buffered + self.used
+        return self.dispatched - kept - self.rejected - self.failed - self.dropped - self.cancelled
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    outstanding: dict[TrajectoryId, int] = field(default_factory=dict[TrajectoryId, int])
+    """Sample → trainer's version at its dispatch."""
+    complete: list[tuple[Trajectory, int]] = field(default_factory=list[tuple[Trajectory, int]])
+    """With the trainer's version when it came back."""
+    failures: int = 0
+
+
+class GroupBuffer:
+    """Groups of `group_size` samples, in the order in which they were opened."""
+
+    def __init__(self, bound: StalenessBound, group_size: int, max_refills_per_group: int) -> None:
+        if group_size < 1 or bound.batch % group_size:
+            raise ValueError(f"a batch of {bound.batch} samples does not divide into groups of {group_size}")
+        self._bound = bound
+        self._size = group_size
+        self._max_refills = max_refills_per_group
+        self._groups: dict[GroupId, _Group] = {}
+        self.counts = BufferCounts()
+        """What became of all samples so far."""
+
+    def capacity(self, version: int) -> int:
+        """How many samples may be dispatched at this trainer version without breaking the staleness bound."""
+        counts = self.counts
+        return self._bound.capacity(version, counts.buffered + counts.used, counts.in_flight)
+
+    def open(self, group: GroupId) -> None:
+        """Begin a group."""
+        if group in self._groups:
+            raise ValueError(f"group {group} is open already")
+        self._groups[group] = _Group()
+
+    def dispatch(self, group: GroupId, trajectory: TrajectoryId, version: int) -> None:
+        """Stamp a sample with the trainer's `version`. Raises `ValueError` where the group needs no further one."""
+        state = self._groups[group]
+        if len(state.outstanding) + len(state.complete) >= self._size:
+            raise ValueError(f"group {group} has all its {self._size} samples; {trajectory} would be one too many")
+        state.outstanding[trajectory] = version
+        self.counts.dispatched += 1
+        self.counts.in_flight += 1
+
+    def complete(self, trajectory: Trajectory, version: int) -> bool:
+        """Take a finished sample; `version` is the trainer's now. Returns whether its group is complete."""
+        state = self._groups[trajectory.group]
+        stamp = state.outstanding[trajectory.id]
+        if trajectory.dispatch_version != stamp:
+            raise ValueError(f"{trajectory.id} says version {trajectory.dispatch_version}, dispatched at {stamp}")
+        self._check(trajectory.id, stamp, version)
+        del state.outstanding[trajectory.id]
+        state.complete.append((trajectory, version))
+        self.counts.in_flight -= 1
+        self.counts.buffered += 1
+        return len(state.complete) == self._size
+
+    def failed(self, group: GroupId, trajectory: TrajectoryId, cause: str) -> int:
+        """Drop a sample that the infrastructure failed; dispatch another one in its place.
+
+        Returns how often samples of this group failed. Raises `RefillsExhaustedError` where that is too often.
+        """
+        state = self._groups[group]
+        del state.outstanding[trajectory]
+        self.counts.in_flight -= 1
+        self.counts.failed += 1
+        state.failures += 1
+        if state.failures > self._max_refills:
+            raise RefillsExhaustedError(
+                f"samples of group {group} failed {state.failures} times, {self._max_refills} may be dispatched again; "
+                f"the last: {cause}"
+            )
+        return state.failures
+
+    def cancelled(self, group: GroupId, trajectory: TrajectoryId) -> None:
+        """Drop a sample that was cancelled with its run or its group."""
+        state = self._groups.get(group)
+        if state is not None and state.outstanding.pop(trajectory, None) is not None:
+            self.counts.in_flight -= 1
+            self.counts.cancelled += 1
+
+    def drop(self, group: GroupId) -> None:
+        """Give a whole group up: its task cannot be played."""
+        state = self._groups.pop(group)
+        self.counts.in_flight -= len(state.outstanding)
+        self.counts.buffered -= len(state.complete)
+        self.counts.dropped += len(state.outstanding) + len(state.complete)
+
+    def stale(self, version: int) -> int:
+        """How many complete samples would be too old at this trainer version."""
+        return sum(version - t.dispatch_version > self._bound.max_staleness for t, _ in self._all_complete())
+
+    def reject_stale(self, version: int) -> list[GroupId]:
+        """Drop samples that are too old at this trainer version. Returns a group for each one to dispatch again."""
+        refills: list[GroupId] = []
+        for id_, state in self._groups.items():
+            fresh = [s for s in state.complete if version - s[0].dispatch_version <= self._bound.max_staleness]
+            refills.extend([id_] * (len(state.complete) - len(fresh)))
+            state.complete = fresh
+        self.counts.buffered -= len(refills)
+        self.counts.rejected += len(refills)
+        return refills
+
+    def ready(self) -> int:
+        """How many groups are complete."""
+        return sum(len(state.complete) == self._size for state in self._groups.values())
+
+    def take(self, groups: int, version: int) -> list[UsedSample]:
+        """The samples of the first `groups` complete groups, for an update of the trainer that now has `version`.
+
+        Raises `LookupError` where there are fewer, `ValueError` for a sample that is too old (see `reject_stale`).
+        """
+        chosen = [id_ for id_, state in self._groups.items() if len(state.complete) == self._size][:groups]
+        if len(chosen) < groups:
+            raise LookupError(f"{len(chosen)} groups are complete, {groups} are wanted")
+        samples: list[UsedSample] = []
+        for id_ in chosen:
+            for trajectory, returned in self._groups[id_].complete:
+                self._check(trajectory.id, returned, version)
+                sample = UsedSample(trajectory, returned - trajectory.dispatch_version, version - returned)
+                if sample.staleness > self._bound.max_staleness:
+                    raise ValueError(f"{trajectory.id} is {sample.staleness} versions old, bound {self._bound}")
+                samples.append(sample)
+        for id_ in chosen:
+            del self._groups[id_]
+        self.counts.buffered -= len(samples)
+        self.counts.used += len(samples)
+        return samples
+
+    def _all_complete(self) -> list[tuple[Trajectory, int]]:
+        return [sample for state in self._groups.values() for sample in state.complete]
+
+    def _check(self, trajectory: TrajectoryId, known: int, version: int) -> None:
+        if version < known:
+            raise VersionRegressionError(
+                f"{trajectory} knows trainer version {known}, which says now that it is {version}: its version count "
+                "went back; a resumed trainer must go on from the newest version"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessSummary:
+    """Ages of the samples of one update, in weight versions."""
+
+    mean: float
+    maximum: int
+    in_flight_mean: float
+    in_queue_mean: float
+    histogram: dict[int, int]
+    """Staleness → how many samples."""
+
+
+def summarize_staleness(samples: Sequence[UsedSample]) -> StalenessSummary:
+    """Ages over the samples of one update (at least one)."""
+    count = len(samples)
+    ages = Counter(sample.staleness for sample in samples)
+    return StalenessSummary(
+        mean=sum(age * n for age, n in ages.items()) / count,
+        maximum=max(ages),
+        in_flight_mean=sum(sample.in_flight for sample in samples) / count,
+        in_queue_mean=sum(sample.in_queue for sample in samples) / count,
+        histogram=dict(sorted(ages.items())),
+    )
