@@ -192,13 +192,11 @@ def _make_named(parent: Path, now: datetime | None = None) -> Path:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            if parent.exists() and not parent.is_dir():
-                raise CommandError(f"run.dir = {parent}: is a file; choose another folder") from None
+            continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise CommandError(f"run.dir = {parent}: cannot be written ({reason}); choose another folder") from None
-        else:
-            return path
+        return path
     raise CommandError(f"run.dir = {parent}: too many runs of the name {stamp}; choose another folder")
 
 

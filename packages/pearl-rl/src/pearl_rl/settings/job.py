@@ -52,19 +52,29 @@ class TrainSettings(Section):
     algorithm: Literal["grpo"] = Field(description="policy-gradient algorithm")
     learning_rate: float = Field(ge=0, le=1, description="AdamW learning rate; 0 trains nothing (a control run)")
     weight_decay: float = Field(ge=0, le=1, description="AdamW weight decay")
-    warmup_steps: int = Field(ge=0, description="steps over which the learning rate rises from 0")
+    warmup_updates: int = Field(ge=0, description="optimizer updates over which the learning rate rises from 0")
     max_gradient_norm: float = Field(gt=0, description="gradients are scaled down to this norm")
     group_size: int = Field(ge=2, le=100_000, description="trajectories of one task that are compared (a GRPO group)")
     groups_per_step: int = Field(ge=1, le=100_000, description="groups that one step trains on")
-    updates_per_step: int = Field(ge=1, le=1_000, description="optimizer updates made with one step's batch")
-    micro_batch_tokens: int = Field(ge=16, description="most tokens in one forward and backward pass of a rank")
-    normalize_advantage: bool = Field(description="divide a group's advantages by their standard deviation")
-    clip_low: float = Field(ge=0, lt=1, description="lower clip of the policy ratio: 1 - clip_low")
-    clip_high: float = Field(ge=0, description="upper clip of the policy ratio: 1 + clip_high")
-    importance_truncation: float = Field(
-        ge=1, description="truncation of the importance weight between trainer and rollout log-probabilities"
+    minibatches: int = Field(ge=1, le=100_000, description="parts of a step's batch, one optimizer update each")
+    epochs: int = Field(ge=1, le=1_000, description="passes over a step's batch")
+    micro_batch_tokens: int = Field(ge=16, description="most padded tokens that one rank forwards at once")
+    baseline: Literal["mean_std", "mean", "none"] = Field(
+        description="advantage: reward less the group's mean, over its deviation; less the mean; or the reward itself"
     )
-    kl_coef: float = Field(ge=0, description="weight of the KL penalty to the initial policy; 0 keeps no reference")
+    aggregation: Literal["token_mean", "sequence_mean"] = Field(
+        description="what weighs the same: tokens or trajectories"
+    )
+    importance_truncation: float = Field(
+        ge=1, description="most that the importance weight of trainer over rollout log-probabilities counts"
+    )
+    clip: bool = Field(description="clip the importance weight as PPO does, to 1 - clip_low .. 1 + clip_high")
+    clip_low: float = Field(ge=0, le=1, description="clip below 1")
+    clip_high: float = Field(ge=0, description="clip above 1")
+    kl_coefficient: float = Field(
+        ge=0, description="weight of the KL penalty to the initial policy; 0 keeps no reference"
+    )
+    entropy_coefficient: float = Field(ge=0, description="weight of the entropy bonus")
     max_staleness_versions: int = Field(
         ge=0, le=1_000, description="most weight versions between a trajectory's dispatch and its use"
     )

@@ -25,9 +25,10 @@ class ClusterSettings(Section):
     reserved_rollout_gpus: int = Field(ge=0, le=1_000_000, description="GPUs that rollout keeps for the whole run")
     max_preemptible_gpus: int = Field(ge=0, le=1_000_000, description="most GPUs that come and go")
     gpus_per_worker: int = Field(ge=1, le=1_024, description="GPUs of one rollout worker (tensor parallelism)")
-    borrowing: Literal["on", "off", "gate"] = Field(
-        description="use of idle training GPUs: always, never, or where the gate of PEARL eq. (7) predicts a gain"
+    borrowing: Literal["off", "ungated", "gated"] = Field(
+        description="use of idle training GPUs: never, always, or where the gate of PEARL eq. (7) predicts a gain"
     )
+    max_restarts: int = Field(ge=0, le=1_000_000, description="failures after which a worker slot is given up")
 
 
 class AvailabilitySettings(Section):
@@ -57,12 +58,13 @@ class DeviceSettings(Section):
     phase_switch_s: float = Field(
         ge=0, description="cost of changing between prefill and decode on one worker, seconds"
     )
-    kv_bytes_per_s: float = Field(gt=0, description="BW: bandwidth of a KV hand-over, bytes per second")
+    kv_bytes_per_s: float = Field(ge=0, description="BW: bandwidth of a KV hand-over, bytes per second; 0 is unlimited")
     handover_s: float = Field(ge=0, description="fixed cost of one KV hand-over, seconds")
     start_s: float = Field(ge=0, description="least time of starting a worker process, seconds")
     resume_s: float = Field(ge=0, description="least time of taking device memory again, seconds")
     release_s: float = Field(ge=0, description="least time of giving device memory back, seconds")
-    role_switch_s: float = Field(ge=0, description="least time of changing a worker's role, seconds")
+    switch_s: float = Field(ge=0, description="least time of changing a worker's role, seconds")
+    load_s: float = Field(ge=0, description="least time of loading a weight snapshot, seconds")
 
 
 class PlannerSettings(Section):
@@ -73,13 +75,16 @@ class PlannerSettings(Section):
     model: Literal["extended", "printed"] = Field(
         description="makespan model that decides: eqs (1)-(3) as printed, or extended by what they lack"
     )
-    ratio_threshold: float = Field(ge=0, le=10, description="relative gain that a change of the P/D ratio needs")
-    mode_threshold: float = Field(ge=0, le=10, description="relative gain that a change of the mode needs")
-    flip_cost_s: float = Field(ge=0, description="first estimate of a prefill-decode flip, seconds")
-    relaunch_cost_s: float = Field(ge=0, description="first estimate of a change of the mode, seconds")
-    new_worker_cost_s: float = Field(ge=0, description="first estimate of admitting new workers, seconds")
-    toggle_cost_s: float = Field(ge=0, description="first estimate of borrowing and returning training GPUs, seconds")
-    ema_weight: float = Field(gt=0, le=1, description="weight of the newest step in moving averages")
+    ratio_threshold: float = Field(ge=0, lt=1, description="relative gain that a change within one mode needs")
+    mode_threshold: float = Field(ge=0, lt=1, description="relative gain that a change of the mode needs")
+    prefill_load_limit: float = Field(gt=0, description="largest quotient of prefill path over decode path")
+    kv_headroom: float = Field(gt=0, description="factor on a trajectory's KV in the capacity constraint")
+    flip_s: float = Field(ge=0, description="prior: prefill to decode or back in place, seconds")
+    relaunch_s: float = Field(ge=0, description="prior: change between colocation and disaggregation, seconds")
+    new_worker_s: float = Field(ge=0, description="prior: admission of new workers, seconds")
+    activation_s: float = Field(ge=0, description="prior: borrowing training GPUs, seconds")
+    deactivation_s: float = Field(ge=0, description="prior: returning them, seconds")
+    ema_weight: float = Field(gt=0, le=1, description="weight of the newest observation in moving averages")
 
 
 class LimitSettings(Section):
@@ -92,4 +97,5 @@ class LimitSettings(Section):
     resume_s: float = Field(gt=0, description="taking device memory again")
     switch_s: float = Field(gt=0, description="changing a worker's role")
     weights_s: float = Field(gt=0, description="loading a weight snapshot")
+    return_s: float = Field(gt=0, description="giving borrowed GPUs back to training")
     training_step_s: float = Field(gt=0, description="one training step")

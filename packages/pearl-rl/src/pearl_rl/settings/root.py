@@ -173,6 +173,16 @@ def _policy(settings: Settings) -> Iterator[Contradiction]:
         yield Contradiction(keys, "a configuration without workers cannot run; use at least 1C")
 
 
+def _thresholds(settings: Settings) -> Iterator[Contradiction]:
+    planner = settings.planner
+    if planner.mode_threshold < planner.ratio_threshold:
+        yield Contradiction(
+            ("planner.mode_threshold", "planner.ratio_threshold"),
+            f"a mode switch costs more than a change of the ratio, so its threshold cannot be lower; "
+            f"use planner.mode_threshold={planner.ratio_threshold} or more",
+        )
+
+
 def _sampling(settings: Settings) -> Iterator[Contradiction]:
     if settings.rollout.temperature == 0 and settings.train.learning_rate > 0:
         yield Contradiction(
@@ -191,5 +201,6 @@ _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
     _tokens,
     _availability,
     _policy,
+    _thresholds,
     _sampling,
 )
