@@ -111,6 +111,8 @@ class RecordDecision:
     plan: TransitionPlan | None = None
     borrowed: bool = False
     """Whether the budget includes borrowed training GPUs."""
+    gate: Mapping[str, float] | None = None
+    """For a borrowing decision: the terms of eq. (7), and `open` as 0 or 1."""
 
 
 Effect = (

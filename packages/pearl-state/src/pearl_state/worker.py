@@ -39,7 +39,7 @@ class Worker:
     reclaim_at_s: float | None = None
     """When the provider takes the GPUs (an announced deadline), None where none is known."""
     cordoned: bool = False
-    """Fenced by a person: keeps what it does, gets nothing new, and counts out of the budget."""
+    """Fenced by a person: it leaves in order and counts out of the budget until the fence is lifted."""
 
     @property
     def activity(self) -> Activity:

@@ -1,0 +1,93 @@
+"""Checks. `nox` runs those that need nothing but Python; `nox -l` lists all."""
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "imports", "types", "tests", "isolated", "integration", "examples", "build"]
+
+PACKAGES = ["pearl-state", "pearl-planner", "pearl-executor", "pearl-telemetry", "pearl-rl"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# pip's folder of local wheels serves uv too, where there is one.
+if os.environ.get("PIP_FIND_LINKS"):
+    os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+
+
+def sync(session: nox.Session, *args: str) -> None:
+    """Install the workspace, or a part of it, into the session's environment."""
+    session.run_install(
+        "uv",
+        "sync",
+        "--quiet",
+        *args,
+        f"--python={session.virtualenv.location}",
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format and lint."""
+    sync(session, "--only-group", "lint")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Check who may import whom."""
+    sync(session, "--no-default-groups", "--group", "lint")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Type-check, strictly."""
+    sync(session, "--group", "lint")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All packages' tests in one environment, the torch engine and trainer included."""
+    sync(session)
+    session.run("pytest", "packages", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES)
+def isolated(session: nox.Session, package: str) -> None:
+    """A package's own tests with nothing installed but the package and what it declares."""
+    # From the workspace, never by name from an index: there the name may be another's.
+    sync(session, "--package", package, "--no-editable", "--no-default-groups", "--group", "test")
+    session.run("pytest", f"packages/{package}/tests", "-m", "not torch", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """The whole system: control plane in virtual time, and the default job on real processes."""
+    sync(session)
+    session.run("pytest", "integration", "-m", "not gpu and not ray", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Every example and every command that the documents show."""
+    sync(session)
+    session.run("pytest", "integration/examples", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build all wheels, and install the planner alone from them."""
+    out = Path(session.create_tmp()) / "wheels"
+    shutil.rmtree(out, ignore_errors=True)
+    session.run_install("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", str(out), external=True)
+    session.run_install("uv", "pip", "install", "--quiet", "--reinstall-package", "pearl-planner", "--reinstall-package",
+                        "pearl-state", f"--find-links={out}", "pearl-planner")  # fmt: skip
+    session.run("python", "-m", "pearl_planner", "decide", "--model", "qwen3-8b", "--gpu", "h800", "--tp", "2",
+                "--workers", "8")  # fmt: skip

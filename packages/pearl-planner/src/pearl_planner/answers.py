@@ -1,0 +1,189 @@
+"""What executors answer: groups that are prepared, stages that are applied, workers that fail and are cleaned."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pearl_planner.elastic import ElasticState, Group, Step
+from pearl_planner.reconcile import begin_stage, rows, wanted, withdraw
+from pearl_state import events
+from pearl_state.effects import CleanWorkers, GroupKind
+from pearl_state.errors import InvariantError
+from pearl_state.lifecycle import Lifecycle
+from pearl_state.roles import Role, Zone
+from pearl_state.worker import WorkerId
+
+
+def group_prepared(state: ElasticState, event: events.GroupPrepared) -> Step:
+    """The whole group is up: its workers stand by for the plan that admits them all at once."""
+    group = state.groups.get(event.plan_id)
+    if group is None:
+        return state, ()
+    state = replace(state, groups={id_: g for id_, g in state.groups.items() if id_ != event.plan_id})
+    # A worker may have been reported lost while the rest of its group came up.
+    up = [id_ for id_ in sorted(group.workers) if state.table.rows[id_].lifecycle in _PREPARING]
+    table = state.table.move(up, Lifecycle.PENDING_WEIGHTS)
+    for id_ in up:
+        table = table.report(id_, event.reported[id_])
+    if group.kind is GroupKind.BORROW:
+        state = replace(state, toggle_costs=state.toggle_costs.observe_activation(event.duration_s))
+    return replace(state, table=table), ()
+
+
+_PREPARING = (Lifecycle.STARTING, Lifecycle.RESUMING)
+
+
+def group_failed(state: ElasticState, event: events.GroupFailed) -> Step:
+    """All or nothing: nothing of the group is left. Those at fault use their restart budget up."""
+    group = state.groups.get(event.plan_id)
+    if group is None:
+        return state, ()
+    state = replace(state, groups={id_: g for id_, g in state.groups.items() if id_ != event.plan_id})
+    table = state.table
+    for id_ in sorted(group.workers):
+        before = table.rows[id_].lifecycle
+        if before not in _PREPARING:
+            continue
+        if id_ in event.failed:
+            table = table.move([id_], Lifecycle.FAILED).move([id_], Lifecycle.VACANT)
+        elif before is Lifecycle.RESUMING:
+            table = table.move([id_], Lifecycle.RELEASED)
+        else:
+            table = table.move([id_], Lifecycle.VACANT)
+    state = replace(state, table=table)
+    if group.kind is GroupKind.BORROW and not group.cancelled:
+        state = replace(state, lend_refused=True)
+    return retire_spent(state, group), ()
+
+
+def retire_spent(state: ElasticState, group: Group) -> ElasticState:
+    """Retire vacant slots that failed too often."""
+    spent = [
+        id_
+        for id_ in sorted(group.workers)
+        if state.table.rows[id_].failures > state.settings.max_restarts
+        and state.table.rows[id_].lifecycle is Lifecycle.VACANT
+    ]
+    return replace(state, table=state.table.move(spent, Lifecycle.RETIRED))
+
+
+def stage_applied(state: ElasticState, event: events.StageApplied) -> Step:
+    """Settle everybody the stage named; then admit, go on with the plan, or plan anew."""
+    if event.plan_id in state.removals:
+        ids = state.removals[event.plan_id]
+        state = replace(state, removals={id_: w for id_, w in state.removals.items() if id_ != event.plan_id})
+        overlap = any(state.table.rows[id_].zone is Zone.OVERLAP for id_ in ids)
+        state, effects = _settle_leavers(state, ids, event)
+        if overlap and not event.failed:
+            state = replace(state, toggle_costs=state.toggle_costs.observe_deactivation(event.duration_s))
+        return state, effects
+    running = state.running
+    if running is None or running.plan.id != event.plan_id or running.stage != event.stage:
+        return state, ()
+    stage = running.plan.stages[running.stage]
+    state, effects = _settle_leavers(state, stage.leave, event)
+    state, more = _settle_survivors(state, event)
+    state, admitted = _admit(state)
+    last = running.stage + 1 == len(running.plan.stages)
+    if last or not admitted or event.failed or running.overtaken:
+        return replace(state, running=None), (*effects, *more)
+    state = replace(state, running=replace(running, stage=running.stage + 1))
+    state, begun = begin_stage(state)
+    return state, (*effects, *more, *begun)
+
+
+def _settle_leavers(state: ElasticState, ids: Iterable[WorkerId], event: events.StageApplied) -> Step:
+    """Workers that left are gone (dedicated) or parked (overlap); those that failed to are killed."""
+    table = state.table
+    broken = []
+    for id_ in sorted(ids):
+        row = table.rows[id_]
+        if row.lifecycle is not Lifecycle.DRAINING:
+            continue
+        if id_ in event.left:
+            table = table.move([id_], Lifecycle.RELEASED if row.zone is Zone.OVERLAP else Lifecycle.VACANT)
+        else:
+            table = table.move([id_], Lifecycle.FAILED)
+            broken.append(id_)
+    state = replace(state, table=table)
+    return state, (CleanWorkers(workers=rows(state, tuple(broken))),) if broken else ()
+
+
+def _settle_survivors(state: ElasticState, event: events.StageApplied) -> Step:
+    """Switched and joining workers stand by with the version that they report; those that failed are killed."""
+    running = state.running
+    assert running is not None
+    stage = running.plan.stages[running.stage]
+    table = state.table
+    roles = {**stage.switch, **stage.join}
+    broken = []
+    for id_ in sorted(stage.admit):
+        row = table.rows[id_]
+        if row.lifecycle not in (Lifecycle.DRAINING, Lifecycle.PENDING_WEIGHTS):
+            continue
+        if id_ in event.failed or id_ not in event.reported:
+            table = table.move([id_], Lifecycle.FAILED)
+            broken.append(id_)
+            continue
+        if row.lifecycle is Lifecycle.DRAINING:
+            if id_ in roles and row.role is not roles[id_]:
+                table = table.move([id_], Lifecycle.SWITCHING).set_roles({id_: roles[id_]})
+            table = table.move([id_], Lifecycle.PENDING_WEIGHTS)
+        table = table.report(id_, max(event.reported[id_], table.rows[id_].weight_version or 0))
+    state = replace(state, table=table)
+    return state, (CleanWorkers(workers=rows(state, tuple(broken))),) if broken else ()
+
+
+def _admit(state: ElasticState) -> tuple[ElasticState, bool]:
+    """Admit the stage's workers, all at once, if all of them may serve; tells whether they do."""
+    running = state.running
+    assert running is not None
+    ids = sorted(running.plan.stages[running.stage].admit)
+    table = state.table
+    ready = all(
+        table.rows[id_].lifecycle is Lifecycle.PENDING_WEIGHTS
+        and table.rows[id_].weight_version == table.target_version
+        and id_ in wanted(state)
+        for id_ in ids
+    )
+    if not ready:
+        return state, False
+    try:
+        return replace(state, table=table.move(ids, Lifecycle.ACTIVE)), True
+    except InvariantError:
+        # Someone else of the pair was lost meanwhile: they stand by, and the next plan takes them in.
+        return state, False
+
+
+def worker_failed(state: ElasticState, event: events.WorkerFailed) -> Step:
+    """A crash outside a plan: out of routing at once, then killed for certain."""
+    row = state.table.rows.get(event.worker)
+    if row is None or row.incarnation != event.incarnation or row.role is Role.TRAINING:
+        return state, ()
+    if row.lifecycle in (Lifecycle.VACANT, Lifecycle.FAILED, Lifecycle.RETIRED):
+        return state, ()
+    if row.lifecycle in _PREPARING or any(event.worker in ids for ids in state.removals.values()):
+        # The executor that works on it sees the same failure and answers for it.
+        return state, ()
+    if row.lifecycle is Lifecycle.RELEASED:
+        # It held nothing of the GPU, which may be training's now: there is nothing to free, only to reap.
+        gone = replace(row, lifecycle=Lifecycle.VACANT, weight_version=None, failures=row.failures + 1)
+        return replace(state, table=state.table.update([gone])), (CleanWorkers(workers=(row,)),)
+    table, _ = withdraw(state.table, frozenset({event.worker}), Lifecycle.FAILED)
+    state = replace(state, table=table)
+    if state.running is not None:
+        state = replace(state, running=replace(state.running, overtaken=True))
+    return state, (CleanWorkers(workers=rows(state, (event.worker,))),)
+
+
+def cleaned(state: ElasticState, event: events.WorkersCleaned) -> Step:
+    """The processes are gone for certain: their slots may start again, or retire after too many failures."""
+    table = state.table
+    for id_, incarnation in sorted(event.workers.items()):
+        row = table.rows.get(id_)
+        if row is None or row.incarnation != incarnation or row.lifecycle is not Lifecycle.FAILED:
+            continue
+        spent = row.failures > state.settings.max_restarts
+        table = table.move([id_], Lifecycle.VACANT)
+        if spent:
+            table = table.move([id_], Lifecycle.RETIRED)
+    return replace(state, table=table), ()

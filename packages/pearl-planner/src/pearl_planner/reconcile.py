@@ -1,0 +1,320 @@
+"""From where the cluster is towards where it should be: lend, expand, remove, and re-plan.
+
+Level-triggered: each function looks at the whole state, not at the event that led to it, so that answers and signals
+may come in any order. Each returns the next state and the effects that the shell must carry out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pearl_planner.elastic import Borrowing, ElasticState, Group, RunningPlan, Step
+from pearl_planner.gate import borrow_gate
+from pearl_planner.transition import WorkerCosts, plan_transition
+from pearl_state.configuration import Configuration
+from pearl_state.decision import Decision
+from pearl_state.effects import ApplyStage, Effect, GroupKind, PrepareGroup, RecordDecision, ReleaseTraining
+from pearl_state.errors import ConfigurationError
+from pearl_state.lifecycle import Lifecycle
+from pearl_state.plan import PlanId, Stage, TransitionPlan
+from pearl_state.roles import ROLLOUT_ROLES, Role, Tenure, Zone
+from pearl_state.table import WorkerTable
+from pearl_state.worker import Worker, WorkerId
+
+
+def rows(state: ElasticState, ids: frozenset[WorkerId] | tuple[WorkerId, ...]) -> tuple[Worker, ...]:
+    """The rows of `ids`, in slot order."""
+    return tuple(state.table.rows[id_] for id_ in sorted(ids))
+
+
+def wanted(state: ElasticState) -> frozenset[WorkerId]:
+    """Workers that may serve now: dedicated ones we hold, and overlap ones while training GPUs are lent."""
+    overlap = state.table.where(zone=Zone.OVERLAP) if not state.training_wanted else ()
+    ids = state.available | {id_ for id_ in overlap if state.table.rows[id_].role is not Role.TRAINING}
+    return frozenset(id_ for id_ in ids if not state.table.rows[id_].cordoned)
+
+
+def standby(state: ElasticState) -> frozenset[WorkerId]:
+    """Workers that are ready to be admitted: nothing is under way with them."""
+    busy = in_flight(state)
+    return frozenset(id_ for id_ in state.table.where(Lifecycle.PENDING_WEIGHTS) if id_ not in busy)
+
+
+def in_flight(state: ElasticState) -> frozenset[WorkerId]:
+    """Workers with which something is under way."""
+    busy: set[WorkerId] = set()
+    for group in state.groups.values():
+        busy |= group.workers
+    for ids in state.removals.values():
+        busy |= ids
+    if state.running is not None:
+        busy |= state.running.busy
+    return frozenset(busy)
+
+
+def busy_or_withdrawn(state: ElasticState) -> frozenset[WorkerId]:
+    """Workers in the hands of an executor now: `in_flight` less those whose stage still lets them serve."""
+    serving = frozenset(state.table.active())
+    running = frozenset() if state.running is None else state.running.busy & serving
+    return in_flight(state) - running
+
+
+def current_configuration(table: WorkerTable) -> Configuration | None:
+    """π of the active workers; None where nobody serves or a transition mixes both modes."""
+    try:
+        configuration = table.configuration
+    except ConfigurationError:
+        return None
+    return configuration if configuration.workers else None
+
+
+def choose(state: ElasticState, budget_workers: int, *, current: Configuration | None) -> Decision:
+    """The policy's answer for a budget."""
+    return state.settings.policy.decide(
+        workload=state.workload,
+        platform=state.platform,
+        budget_workers=budget_workers,
+        current=current,
+        remaining_fraction=state.remaining / state.batch if state.batch else 1.0,
+        calibrated=state.calibrated,
+        pinned=state.pinned,
+    )
+
+
+# ---- removing -------------------------------------------------------------------------------------------------------
+
+
+def withdraw(table: WorkerTable, ids: frozenset[WorkerId], to: Lifecycle) -> tuple[WorkerTable, frozenset[WorkerId]]:
+    """Take `ids` out of routing towards `to`; returns also the orphans that this parked.
+
+    Where this leaves prefill without decode workers or the reverse, the others of the pair leave routing in the same
+    instant and wait, with what they hold, to be admitted again or given another role.
+    """
+    active = set(table.active()) - ids
+    left = {role: {id_ for id_ in active if table.rows[id_].role is role} for role in ROLLOUT_ROLES}
+    broken = bool(left[Role.PREFILL]) is not bool(left[Role.DECODE])
+    orphans = frozenset(left[Role.PREFILL] | left[Role.DECODE]) if broken else frozenset()
+    changed = []
+    for id_ in sorted(ids | orphans):
+        row = table.rows[id_]
+        lifecycle = Lifecycle.DRAINING if id_ in orphans else to
+        failures = row.failures + (lifecycle is Lifecycle.FAILED)
+        changed.append(replace(row, lifecycle=lifecycle, failures=failures))
+    return table.update(changed).move(sorted(orphans), Lifecycle.PENDING_WEIGHTS), orphans
+
+
+def remove(state: ElasticState, ids: frozenset[WorkerId], deadline_s: float | None) -> Step:
+    """Have idle-able workers leave now: a mandatory plan of one stage beside whatever else runs."""
+    if not ids:
+        return state, ()
+    table, orphans = withdraw(state.table, ids, Lifecycle.DRAINING)
+    plan = TransitionPlan(
+        id=state.next_plan,
+        target=current_configuration(table) or Configuration(),
+        remove=ids,
+        stages=(Stage(leave=ids, park=orphans),),
+        mandatory=True,
+        deadline_s=deadline_s,
+    )
+    state = replace(
+        state,
+        table=table,
+        removals={**state.removals, plan.id: ids},
+        next_plan=PlanId(plan.id + 1),
+    )
+    if state.running is not None:
+        state = replace(state, running=replace(state.running, overtaken=True))
+    effect = ApplyStage(
+        plan_id=plan.id,
+        stage=0,
+        leave=rows(state, ids),
+        target_version=table.target_version,
+        deadline_s=deadline_s,
+        mandatory=True,
+    )
+    return state, (effect,)
+
+
+# ---- lending --------------------------------------------------------------------------------------------------------
+
+
+def lend(state: ElasticState, trigger: str) -> Step:
+    """Begin a borrow where training is idle and eq. (7) says that it pays (PEARL section 4.6)."""
+    settings, table = state.settings, state.table
+    overlap = [
+        id_ for id_ in table.where(Lifecycle.VACANT, Lifecycle.RELEASED, zone=Zone.OVERLAP) if _lendable(state, id_)
+    ]
+    training = table.training()
+    idle = all(table.rows[id_].lifecycle is Lifecycle.ACTIVE for id_ in training)
+    if (
+        settings.borrowing is Borrowing.OFF
+        or not settings.policy.borrows
+        or state.training_wanted
+        or state.releasing is not None
+        or state.lend_refused
+        or not state.remaining
+        or not overlap
+        or not training
+        or not idle
+    ):
+        return state, ()
+    dedicated = len([id_ for id_ in table.active() if table.rows[id_].zone is Zone.DEDICATED])
+    full = choose(state, dedicated + len(overlap), current=None)
+    # Without any dedicated worker the batch would never end; a finite stand-in keeps records printable.
+    ded_s = choose(state, dedicated, current=None).predicted_s if dedicated else 1e9
+    verdict = borrow_gate(
+        remaining=state.remaining,
+        batch=max(state.batch, state.remaining),
+        ded_s=ded_s,
+        full_s=full.predicted_s,
+        toggle_cost_s=state.toggle_costs.toggle_s,
+    )
+    open_ = verdict.borrow or settings.borrowing is Borrowing.UNGATED
+    record = RecordDecision(
+        decision=full,
+        trigger=trigger,
+        borrowed=True,
+        gate={
+            "remaining": state.remaining,
+            "batch": state.batch,
+            "dedicated_s": ded_s,
+            "full_s": full.predicted_s,
+            "benefit_s": verdict.benefit_s,
+            "toggle_s": verdict.cost_s,
+            "open": float(open_),
+        },
+    )
+    if not open_:
+        # One verdict a window: R only falls from here on, so the answer stays no.
+        return replace(state, lend_refused=True), (record,)
+    plan_id = state.next_plan
+    state = replace(
+        state,
+        table=table.move(training, Lifecycle.DRAINING),
+        releasing=plan_id,
+        next_plan=PlanId(plan_id + 1),
+    )
+    return state, (record, ReleaseTraining(plan_id=plan_id, workers=rows(state, training)))
+
+
+def _lendable(state: ElasticState, id_: WorkerId) -> bool:
+    row = state.table.rows[id_]
+    return row.role is not Role.TRAINING and not row.cordoned
+
+
+# ---- expanding ------------------------------------------------------------------------------------------------------
+
+
+def expand(state: ElasticState) -> Step:
+    """Start processes on dedicated GPUs that have none, and resume overlap workers on lent GPUs; in the background."""
+    effects: list[Effect] = []
+    want, busy = wanted(state), in_flight(state)
+    vacant = frozenset(
+        id_ for id_ in state.available & want if state.table.rows[id_].lifecycle is Lifecycle.VACANT and id_ not in busy
+    )
+    if not state.settings.policy.expands:
+        vacant = frozenset(id_ for id_ in vacant if state.table.rows[id_].tenure is Tenure.RESERVED)
+    if vacant:
+        state, effect = _start_group(state, GroupKind.EXPANSION, vacant)
+        effects.append(effect)
+    if state.lent and not state.lend_refused:
+        parked = frozenset(
+            id_
+            for id_ in want - state.available
+            if state.table.rows[id_].lifecycle in (Lifecycle.VACANT, Lifecycle.RELEASED) and id_ not in busy
+        )
+        if parked:
+            state, effect = _start_group(state, GroupKind.BORROW, parked)
+            effects.append(effect)
+    return state, tuple(effects)
+
+
+def _start_group(state: ElasticState, kind: GroupKind, ids: frozenset[WorkerId]) -> tuple[ElasticState, PrepareGroup]:
+    """Mark `ids` as starting or resuming in the roles that the policy would give them now."""
+    table = state.table
+    serving = table.active()
+    roles = _roles_for(state, sorted(ids), len(serving) + len(standby(state)) + len(ids))
+    changed = []
+    for id_ in sorted(ids):
+        row = replace(table.rows[id_], role=roles[id_])
+        if row.lifecycle is Lifecycle.RELEASED:
+            changed.append(replace(row, lifecycle=Lifecycle.RESUMING))
+        else:
+            changed.append(replace(row, lifecycle=Lifecycle.STARTING, incarnation=table.incarnations[id_] + 1))
+    plan_id = state.next_plan
+    state = replace(
+        state,
+        table=table.update(changed),
+        groups={**state.groups, plan_id: Group(kind=kind, workers=ids)},
+        next_plan=PlanId(plan_id + 1),
+    )
+    return state, PrepareGroup(plan_id=plan_id, kind=kind, workers=rows(state, ids))
+
+
+def _roles_for(state: ElasticState, ids: list[WorkerId], budget: int) -> Mapping[WorkerId, Role]:
+    """Roles to start in: what the best configuration of the grown budget lacks. Decided again at admission."""
+    target = choose(state, budget, current=None).selected
+    have = dict(zip((Role.PREFILL, Role.DECODE, Role.COLOCATED), state.table.active_roles, strict=True))
+    lacking = [role for role in ROLLOUT_ROLES for _ in range(max(0, target.count(role) - have[role]))]
+    spare = Role.DECODE if target.prefill else Role.COLOCATED
+    return {id_: lacking[i] if i < len(lacking) else spare for i, id_ in enumerate(ids)}
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+def replan(state: ElasticState, trigger: str, loads: Mapping[WorkerId, float], *, signal: bool) -> Step:
+    """Decide for the workers at hand and begin the plan that gets there.
+
+    `signal` marks an elastic or workload signal, on which the ratio is considered even where membership stays.
+    """
+    signal = signal or state.reconsider
+    if state.running is not None:
+        # One plan at a time: what came up meanwhile is decided on when it is over.
+        return replace(state, reconsider=signal), ()
+    state = replace(state, reconsider=False)
+    active = frozenset(state.table.active())
+    members = (active | standby(state)) & wanted(state)
+    if not members or (members == active and not signal and current_configuration(state.table) is not None):
+        return state, ()
+    decision = choose(state, len(members), current=current_configuration(state.table))
+    plan = plan_transition(
+        state.table,
+        members=members,
+        target=decision.selected,
+        plan_id=state.next_plan,
+        costs=WorkerCosts(load=dict(loads)),
+    )
+    borrowed = any(state.table.rows[id_].zone is Zone.OVERLAP for id_ in members)
+    state = replace(state, last_decision=decision)
+    if not plan.stages:
+        record = RecordDecision(decision=decision, trigger=trigger, plan=None, borrowed=borrowed)
+        return state, (record,)
+    record = RecordDecision(decision=decision, trigger=trigger, plan=plan, borrowed=borrowed)
+    state = replace(state, running=RunningPlan(plan=plan), next_plan=PlanId(plan.id + 1))
+    state, effects = begin_stage(state)
+    return state, (record, *effects)
+
+
+def begin_stage(state: ElasticState) -> Step:
+    """Withdraw whom the current stage withdraws and hand the stage to the executors."""
+    running = state.running
+    assert running is not None
+    stage = running.plan.stages[running.stage]
+    table = state.table
+    # A prepared worker that joins in another role than it was prepared for switches first.
+    late = {id_: role for id_, role in stage.join.items() if table.rows[id_].role is not role}
+    switch = {**stage.switch, **late}
+    table = table.move(sorted(stage.withdraw | switch.keys()), Lifecycle.DRAINING)
+    state = replace(state, table=table)
+    admit = tuple(replace(table.rows[id_], role=switch.get(id_, table.rows[id_].role)) for id_ in sorted(stage.admit))
+    effect = ApplyStage(
+        plan_id=running.plan.id,
+        stage=running.stage,
+        leave=rows(state, stage.leave),
+        switch=switch,
+        admit=admit,
+        target_version=table.target_version,
+        deadline_s=running.plan.deadline_s,
+        mandatory=running.plan.mandatory,
+    )
+    return state, (effect,)

@@ -1,0 +1,1 @@
+"""The control loop around the pure core."""

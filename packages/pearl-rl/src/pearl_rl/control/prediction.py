@@ -1,0 +1,45 @@
+"""Compares what the planner predicted with what was measured, for steps in which the configuration changes.
+
+A step rarely runs under one configuration: GPUs come and go in the middle of it. With T(t) the makespan predicted for
+the configuration in force at time t, the step's predicted progress is ∫ dt/T(t); the model is exact where a step of
+measured length ends with progress 1, and the predicted step time is measured/progress.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepPrediction:
+    """Integrates predicted progress over one step at a time. Times are on the run's clock, seconds."""
+
+    _since_s: float = 0.0
+    _predicted_s: float | None = None
+    _progress: float = 0.0
+    _covered_s: float = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A batch starts; the configuration in force stays in force."""
+        self._since_s = now_s
+        self._progress = 0.0
+        self._covered_s = 0.0
+
+    def in_force(self, predicted_s: float | None, now_s: float) -> None:
+        """From now on the configuration in force has this predicted makespan; None where none is predicted."""
+        self._advance(now_s)
+        self._predicted_s = predicted_s
+
+    def finish(self, now_s: float) -> float | None:
+        """The step time that the model predicted, seconds; None where no prediction covers most of the step."""
+        began = self._since_s - self._covered_s
+        self._advance(now_s)
+        measured = now_s - began
+        if self._progress <= 0 or measured <= 0:
+            return None
+        return measured / self._progress
+
+    def _advance(self, now_s: float) -> None:
+        elapsed = now_s - self._since_s
+        if self._predicted_s is not None and self._predicted_s > 0:
+            self._progress += elapsed / self._predicted_s
+        self._covered_s += elapsed
+        self._since_s = now_s
