@@ -1,6 +1,6 @@
 """What a run tells whoever watches it. The run calls; an observer never answers and never raises."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pearl_state.decision import Decision
@@ -40,6 +40,18 @@ class StepRecord:
     staleness_mean: float = 0.0
     """Mean age of the trajectories at use, in weight versions."""
     staleness_max: int = 0
+    staleness_in_flight_mean: float = 0.0
+    """Part of the mean age that passed between dispatch and completion."""
+    staleness_in_queue_mean: float = 0.0
+    """Part of the mean age that passed between completion and use."""
+    staleness_histogram: dict[int, int] = field(default_factory=dict[int, int])
+    """Age in versions → trajectories of that age."""
+    wait_grant_s: float = 0.0
+    """How long training waited for its GPUs after it asked for them, seconds."""
+    wait_bound_s: float = 0.0
+    """How long the batch waited for the staleness bound before it began, seconds."""
+    lost_trajectories: int = 0
+    """Dispatched so far and not accounted for; anything but 0 is a bug."""
     weight_version: int = 0
     """Version that the update produced."""
     loss: float = 0.0

@@ -165,12 +165,13 @@ class GroupBuffer:
             self.counts.in_flight -= 1
             self.counts.cancelled += 1
 
-    def drop(self, group: GroupId) -> None:
-        """Give a whole group up: its task cannot be played."""
+    def drop(self, group: GroupId) -> int:
+        """Give a whole group up: its task cannot be played. Returns how many of its samples were complete."""
         state = self._groups.pop(group)
         self.counts.in_flight -= len(state.outstanding)
         self.counts.buffered -= len(state.complete)
         self.counts.dropped += len(state.outstanding) + len(state.complete)
+        return len(state.complete)
 
     def stale(self, version: int) -> int:
         """How many complete samples would be too old at this trainer version."""

@@ -88,8 +88,8 @@ class InFlight:
             if slot.probing:
                 slot.probing = False
                 self._on_probed()
-        if self._emptied is not None and not self._attempts and not self._emptied.done():
-            self._emptied.set_result(None)
+        if self._emptied is not None and not self._attempts:
+            resolve(self._emptied)
 
     def give_up(self, ending: Ending, slot: Slot | None = None) -> int:
         """End attempts, all or those on `slot`. Returns how many there are; they leave when the loop gets to them."""
@@ -104,7 +104,7 @@ class InFlight:
             return True
         loop = asyncio.get_running_loop()
         emptied = self._emptied = loop.create_future()
-        timer = loop.call_later(timeout_s, lambda: emptied.done() or emptied.set_result(None))
+        timer = loop.call_later(timeout_s, resolve, emptied)
         try:
             await emptied
         finally:
@@ -129,3 +129,9 @@ class InFlight:
             else:
                 next_s = min(next_s, due_s)
         self._watchdog = loop.call_at(next_s, self._watch) if next_s < math.inf else None
+
+
+def resolve(waiter: "asyncio.Future[None]") -> None:
+    """Let whoever waits go on; once is enough."""
+    if not waiter.done():
+        waiter.set_result(None)

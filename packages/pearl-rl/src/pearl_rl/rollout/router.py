@@ -21,7 +21,7 @@ from pearl_executor.ports import (
 )
 from pearl_rl.rollout.attempt import Attempt, ContractError, Ending, Progress
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError, ModelCall, TurnResult
-from pearl_rl.rollout.in_flight import InFlight
+from pearl_rl.rollout.in_flight import InFlight, resolve
 from pearl_rl.rollout.serving import Home, Route, ServingLimits, ServingSet, Slot, WorkerLoad
 from pearl_rl.rollout.statistics import Concurrency, ConcurrencyMeter, RouterStatistics
 from pearl_state.lifecycle import Lifecycle
@@ -98,8 +98,12 @@ class Router:
                 loop.call_later(self._limits.lost_grace_s, self._in_flight.give_up, Ending.LOST, slot)
         self._wake()
 
-    def loads(self) -> dict[WorkerId, WorkerLoad]:
-        """What each worker has to do now, and what leaving it would cost, for the planner's choice of workers."""
+    def loads(self) -> dict[WorkerId, float]:
+        """Requests that each worker holds now, for the planner's choice of workers."""
+        return self._serving.requests()
+
+    def worker_loads(self) -> dict[WorkerId, WorkerLoad]:
+        """What each worker has to do now, and which cached prefixes would be lost with it."""
         return self._serving.loads()
 
     def take_borrowed(self) -> bool:
@@ -151,13 +155,17 @@ class Router:
         await self._in_flight.emptied(self._limits.abort_s)
         return cut
 
+    async def settle(self) -> None:
+        """Return once no abort is under way: each ends within `abort_s`."""
+        while self._aborts:
+            await asyncio.wait(set(self._aborts))
+
     async def aclose(self) -> None:
         """Shut down: parked calls and those that come later fail with `closed`; aborts under way are awaited."""
         self._ended = True
         self._wake()
         self._in_flight.stop_watching()
-        while self._aborts:
-            await asyncio.wait(set(self._aborts))
+        await self.settle()
 
     # ---- model calls ------------------------------------------------------------------------------------------------
 
@@ -208,7 +216,7 @@ class Router:
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.add(waiter)
-        timer = loop.call_at(until_s, _resolve, waiter)
+        timer = loop.call_at(until_s, resolve, waiter)
         try:
             await waiter
         finally:
@@ -375,9 +383,4 @@ class Router:
 
     def _wake(self) -> None:
         for waiter in self._waiters:
-            _resolve(waiter)
-
-
-def _resolve(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+            resolve(waiter)

@@ -205,6 +205,10 @@ class ServingSet:
         if slot.running or slot.waiting:
             closed.append(slot)
 
+    def requests(self) -> dict[WorkerId, float]:
+        """How many requests every known worker holds now."""
+        return {id_: float(slot.running + slot.waiting) for id_, slot in self._slots.items()}
+
     def loads(self) -> dict[WorkerId, WorkerLoad]:
         """What every known worker has to do now."""
         return {

@@ -1,0 +1,81 @@
+"""What a pipeline is to make, within which bounds, and what it made."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pearl_rl.rollout.batch_rollout import RefillLimits
+from pearl_rl.rollout.buffer import BufferCounts
+
+
+class UpdateTimeoutError(TimeoutError):
+    """An update took longer than it may."""
+
+
+class RolloutTimeoutError(TimeoutError):
+    """A batch took longer than it may; the message says what it still waited for."""
+
+
+class EndReason(StrEnum):
+    """Why a pipeline ended."""
+
+    STEPS = "steps"
+    """All steps are made."""
+    WALL_LIMIT = "wall_limit"
+    STOPPED = "stopped"
+    """`stop` was called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """What the pipeline makes, and the bounds of its waits."""
+
+    steps: int
+    """Training steps over the whole run, those of `completed_steps` included."""
+    groups_per_step: int
+    group_size: int
+    max_staleness: int = 1
+    """Most weight versions between dispatch and use; 0 makes rollout wait for each update."""
+    seed: int = 0
+    wall_limit_s: float = math.inf
+    """No batch begins after this many seconds; the one under way is finished and trained on."""
+    completed_steps: int = 0
+    """Steps that earlier runs made: a resumed run goes on with the next one."""
+    batch_s: float = 3600.0
+    """Longest that one batch may take."""
+    grant_s: float = 300.0
+    """Longest that training may wait for its GPUs."""
+    update_s: float = 3600.0
+    """Longest that one update may take."""
+    max_refills_per_group: int = 64
+    refill: RefillLimits = field(default_factory=RefillLimits)
+
+    @property
+    def batch(self) -> int:
+        """B: trajectories of a step."""
+        return self.groups_per_step * self.group_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOutcome:
+    """What a run of the pipeline amounts to."""
+
+    reason: EndReason
+    steps: int
+    """Steps that this run completed."""
+    version: int
+    """The trainer's weight version at the end."""
+    counts: BufferCounts
+    """What became of every dispatched trajectory."""
+    rewards: tuple[float, ...]
+    """Mean reward of each step's batch."""
+    generated_tokens: int
+    trained_tokens: int
+    wait_bound_s: float
+    """How long rollout waited for the staleness bound, seconds."""
+    wait_grant_s: float
+    """How long training waited for its GPUs, seconds."""
+    wall_s: float
+    failures: Mapping[str, int]
+    """Why trajectories were dispatched again → how often."""

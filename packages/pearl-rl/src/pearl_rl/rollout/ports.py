@@ -1,0 +1,59 @@
+"""What the Pipeline Scheduler needs of training and of telemetry."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from pearl_executor.ports import WeightSnapshot
+from pearl_state.samples import TurnSample
+from pearl_state.trajectory import Trajectory
+
+
+class UpdateResult(Protocol):
+    """What an update made."""
+
+    @property
+    def version(self) -> int:
+        """The new weight version, higher than all before it."""
+        ...
+
+    @property
+    def snapshot(self) -> WeightSnapshot:
+        """The new weights, by reference."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Measures of the update; `loss`, `kl`, `gradient_norm`, `clipped_fraction` where there are any."""
+        ...
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took, seconds."""
+        ...
+
+
+class Trainer(Protocol):
+    """Makes weight versions out of trajectories."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights it holds; after a resume, that of the checkpoint."""
+        ...
+
+    async def update(self, trajectories: Sequence[Trajectory]) -> UpdateResult:
+        """Train on whole groups of trajectories. The training GPUs are training's while this runs."""
+        ...
+
+
+class RolloutTracker(Protocol):
+    """Learns the workload from what the rollout does (PEARL section 5, Runtime statistics)."""
+
+    def observe_turns(self, samples: Sequence[TurnSample]) -> None:
+        """Turns of one finished trajectory."""
+        ...
+
+    def finish_step(
+        self, *, step: int, batch: int, makespan_s: float, decoding_fraction: float | None, borrowed: bool
+    ) -> None:
+        """The last trajectory of a batch completed; `decoding_fraction` is f, None where nothing was measured."""
+        ...
