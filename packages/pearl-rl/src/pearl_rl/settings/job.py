@@ -35,6 +35,13 @@ class TinyModelSettings(Section):
     kv_heads: int = Field(ge=1, le=1_024, description="key/value heads; divides heads")
     head_dim: int = Field(ge=2, le=1_024, multiple_of=2, description="width of one attention head; even")
     intermediate_size: int = Field(ge=8, le=1_000_000, description="width of the gated feed-forward layer")
+    warm_up_steps: int = Field(ge=0, description="supervised updates on valid syntax before training; 0 for none")
+    warm_up_examples: int = Field(ge=1, le=1_000_000, description="demonstrations that the warm-up copies")
+    warm_up_batch: int = Field(ge=1, le=100_000, description="demonstrations of one warm-up update")
+    warm_up_learning_rate: float = Field(gt=0, le=1, description="learning rate of the warm-up")
+    warm_up_observation_weight: float = Field(
+        ge=0, description="weight of observation tokens in the warm-up's loss beside 1 for response tokens"
+    )
 
 
 class ModelSettings(Section):

@@ -1,0 +1,5 @@
+"""The command line, `pearl-rl`. Importing it pulls nothing heavier than typer."""
+
+from pearl_rl.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,132 @@
+"""Commands and their options. Each command imports what it needs when it runs, so that `--help` answers at once."""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from pearl_rl.errors import CommandError, ExitCode
+
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+"""Any complaint of the option parser; typer does not name the class."""
+
+
+class OneLineErrors(TyperGroup):
+    """The one place where errors meet people: a `CommandError` or a usage error is one line and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+        """Run a command. Ends the process with its exit code, or returns it where `standalone_mode` is false."""
+        standalone = extra.pop("standalone_mode", True)
+        code: Any
+        try:
+            code = super().main(args, standalone_mode=False, **extra)
+        except CommandError as error:
+            print(f"pearl-rl: {error}", file=sys.stderr)
+            code = error.exit_code
+        except _USAGE_ERROR as error:
+            text = error.format_message() if hasattr(error, "format_message") else str(error)
+            print(f"pearl-rl: {' '.join(text.split())} (see pearl-rl --help)", file=sys.stderr)
+            code = ExitCode.CONFIG
+        except typer.Abort:
+            code = ExitCode.PARTIAL
+        code = code if isinstance(code, int) else ExitCode.OK
+        if standalone:
+            sys.exit(int(code))
+        return int(code)
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(rich_markup_mode=None, help="Show and check settings.")
+app.add_typer(config_app, name="config")
+
+Config = Annotated[Path | None, typer.Argument(help="TOML file with what differs from the default job.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, like train.seed=1; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"pearl-rl {version('pearl-rl')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def pearl_rl(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """PEARL: agentic RL for language models on GPUs that come and go.
+
+    Exit codes: 0 ok, 2 settings, 3 infeasible, 4 time limit, 5 ended early.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def train(
+    config: Config = None,
+    overrides: Overrides = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON object on the last line of standard output.")
+    ] = False,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder for this run; must not exist or be empty.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")] = False,
+) -> None:
+    """Run a training job; without arguments the default one, which learns in under 5 minutes on a laptop."""
+    from pearl_rl.cli.train import run_training
+
+    code = run_training(config, overrides or [], as_json=as_json, run_dir=run_dir, plain=plain)
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can run and how to get what is missing."""
+    from pearl_rl.cli.doctor import examine
+
+    raise typer.Exit(int(examine(as_json=as_json)))
+
+
+@config_app.command()
+def show(config: Config = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print the resolved settings, each with its origin."""
+    from pearl_rl.cli import config as commands
+
+    commands.show(config, overrides or [], as_json=as_json)
+
+
+@config_app.command()
+def validate(config: Config = None, overrides: Overrides = None) -> None:
+    """Check a configuration file without running anything."""
+    from pearl_rl.cli import config as commands
+
+    commands.validate(config, overrides or [])
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a configuration file, with every key explained."""
+    from pearl_rl.cli import config as commands
+
+    commands.schema()
