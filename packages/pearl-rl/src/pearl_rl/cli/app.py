@@ -1,7 +1,6 @@
 """Commands and their options. Each command imports what it needs when it runs, so that `--help` answers at once."""
 
 import sys
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +17,12 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 class OneLineErrors(TyperGroup):
     """The one place where errors meet people: a `CommandError` or a usage error is one line and an exit code."""
 
-    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command. Ends the process with its exit code, or returns it where `standalone_mode` is false."""
-        standalone = extra.pop("standalone_mode", True)
+        standalone = extra.get("standalone_mode", True)
         code: Any
         try:
-            code = super().main(args, standalone_mode=False, **extra)
+            code = super().main(*args, **{**extra, "standalone_mode": False})
         except CommandError as error:
             print(f"pearl-rl: {error}", file=sys.stderr)
             code = error.exit_code
