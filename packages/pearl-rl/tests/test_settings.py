@@ -4,18 +4,25 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pearl_executor.limits import Limits
+from pearl_executor.pacing import Pace
+from pearl_planner.decide import DecideSettings
+from pearl_planner.switching import SwitchCosts
 from pearl_rl.settings import ResolvedSettings, Settings, SettingsError, json_schema, load_settings, to_json, to_toml
 from pearl_rl.settings.keys import leaves, nearest, sections
 from pearl_rl.settings.load import default_text, parse_override
+from pearl_rl.settings.platform import DeviceSettings, ExecutorLimitSettings, PlannerSettings
 from pearl_rl.settings.toml_lines import key_lines
 from pearl_rl.settings.write import toml_value
 
+PARTS = {"limits": Limits, "pace": Pace, "decide": DecideSettings, "costs": SwitchCosts}
 FILES = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -70,6 +77,24 @@ def test_reading_settings_imports_no_engine_and_no_terminal():
     code = "import sys, pearl_rl.settings as s; s.load_settings(); print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "ray", "sglang", "rich", "typer", "numpy"} & set(answer.stdout.split())
+
+
+def test_limits_pace_and_planner_knobs_are_named_as_the_parts_that_take_them_name_them():
+    names = {key: {field.name for field in fields(part)} for key, part in PARTS.items()}
+    assert set(ExecutorLimitSettings.model_fields) == names["limits"]
+    assert set(DeviceSettings.model_fields) - {"paced", "update_s"} == names["pace"]
+    assert {"ratio_threshold", "mode_threshold", "prefill_load_limit", "kv_headroom", "model"} <= names["decide"]
+    assert {"flip_s", "relaunch_s", "new_worker_s"} <= names["costs"]
+    assert {
+        "ratio_threshold",
+        "mode_threshold",
+        "prefill_load_limit",
+        "kv_headroom",
+        "model",
+        "flip_s",
+        "relaunch_s",
+        "new_worker_s",
+    } <= set(PlannerSettings.model_fields)
 
 
 # ---- layers and origins ---------------------------------------------------------------------------------------------
@@ -204,12 +229,13 @@ def test_a_bad_value_is_one_line_with_the_key_and_the_rule(override, rule):
             ["3 key/value heads do not divide 4 heads", "model.tiny.kv_heads=2"],
         ),
         (["model.max_context_tokens=16"], ["leave no room for a prompt"]),
-        (["engine.kv_capacity_tokens=16"], ["does not hold one trajectory"]),
+        (["engine.kv_tokens=16"], ["does not hold one trajectory"]),
         (["availability.source=control"], ["needs availability.control_file"]),
         (["availability.trace="], ["needs availability.trace"]),
-        (["planner.policy=fixed"], ["planner.configuration", "2P3D"]),
+        (["planner.policy=static_pd"], ["planner.configuration", "2P3D"]),
         (["planner.policy=fixed", "planner.configuration=0C"], ["without workers"]),
-        (["planner.configuration=2C"], ['needs planner.policy="fixed"']),
+        (["planner.policy=fixed", "planner.configuration=2D"], ["2P3D"]),
+        (["planner.policy=pearl", "planner.configuration=2C"], ["leave planner.configuration empty"]),
         (["planner.mode_threshold=0"], ["use planner.mode_threshold="]),
         (["rollout.temperature=0"], ["nothing is learned"]),
     ],

@@ -85,6 +85,7 @@ class TrainSettings(Section):
     max_staleness_versions: int = Field(
         ge=0, le=1_000, description="most weight versions between a trajectory's dispatch and its use"
     )
+    threads: int = Field(ge=1, le=1_024, description="CPU threads of one training rank")
     checkpoint_every_steps: int = Field(ge=0, description="steps between checkpoints; 0 writes only the last one")
     keep_checkpoints: int = Field(ge=1, description="newest checkpoints that are kept")
 
@@ -97,13 +98,14 @@ class RolloutSettings(Section):
     max_turns: int = Field(ge=1, le=100_000, description="most turns of a trajectory")
     temperature: float = Field(ge=0, le=100, description="sampling temperature; 0 is greedy and cannot train")
     top_p: float = Field(gt=0, le=1, description="nucleus sampling: smallest set of tokens with this probability")
-    turn_timeout_s: float = Field(gt=0, description="longest one model call may take, seconds")
-    max_attempts: int = Field(ge=1, le=1_000, description="attempts for a model call before its trajectory is lost")
+    max_attempts: int = Field(
+        ge=1, le=1_000, description="failing attempts without a new token after which a model call is given up"
+    )
+    max_refills: int = Field(ge=0, le=1_000_000, description="samples of a group that may fail and be played again")
 
 
 class EnvironmentSettings(Section):
     """`[environment]`: what the model acts in."""
 
     name: str = Field(min_length=1, description="registered environment, or module:attribute of your own")
-    timeout_s: float = Field(gt=0, description="longest one environment step may take, seconds")
     args: dict[str, Scalar | list[Scalar]] = Field(description="arguments of this environment")

@@ -11,8 +11,11 @@ class EngineSettings(Section):
     """`[engine]`: the inference engine of one rollout worker."""
 
     kind: Literal["torch"] = Field(description="engine that workers run")
-    max_sequences: int = Field(ge=1, le=100_000, description="most sequences that decode at once on a worker")
-    kv_capacity_tokens: int = Field(ge=16, description="tokens whose KV one worker holds, running and cached together")
+    device: Literal["cpu", "cuda"] = Field(description="what engines and training compute on")
+    max_running: int = Field(ge=1, le=100_000, description="requests in prefill or decode at a time on one worker")
+    kv_tokens: int = Field(
+        ge=16, description="tokens whose KV one worker holds, of requests and kept prefixes together"
+    )
     prefill_chunk_tokens: int = Field(ge=1, description="most prompt tokens of one prefill iteration")
     threads: int = Field(ge=1, le=1_024, description="CPU threads of one worker's engine")
 
@@ -65,13 +68,21 @@ class DeviceSettings(Section):
     release_s: float = Field(ge=0, description="least time of giving device memory back, seconds")
     switch_s: float = Field(ge=0, description="least time of changing a worker's role, seconds")
     load_s: float = Field(ge=0, description="least time of loading a weight snapshot, seconds")
+    update_s: float = Field(ge=0, description="least time of one training update, seconds")
 
 
 class PlannerSettings(Section):
     """`[planner]`: how configurations are chosen."""
 
-    policy: Literal["pearl", "fixed"] = Field(description="who chooses the configuration")
-    configuration: str = Field(description='configuration of policy "fixed", like 2P3D or 4C; empty otherwise')
+    policy: Literal["pearl", "colocated_elastic", "static_pd", "fixed"] = Field(
+        description=(
+            "who chooses: the model (pearl), colocation only with preemptible GPUs, one ratio with preemptible GPUs, "
+            "or reserved GPUs only"
+        )
+    )
+    configuration: str = Field(
+        description="configuration, like 2P3D or 4C, that static_pd needs and fixed may have; empty otherwise"
+    )
     model: Literal["extended", "printed"] = Field(
         description="makespan model that decides: eqs (1)-(3) as printed, or extended by what they lack"
     )
@@ -87,15 +98,53 @@ class PlannerSettings(Section):
     ema_weight: float = Field(gt=0, le=1, description="weight of the newest observation in moving averages")
 
 
-class LimitSettings(Section):
-    """`[limits]`: bound of each wait, seconds. Its expiry is a failure of whoever did not answer."""
+class ExecutorLimitSettings(Section):
+    """`[limits.executor]`: how long carrying a plan out may wait, seconds; each for one call on one worker."""
 
-    start_s: float = Field(gt=0, description="starting a worker process")
-    stop_s: float = Field(gt=0, description="ending a worker process in order, before it is killed")
-    drain_s: float = Field(gt=0, description="finishing or interrupting what a worker holds")
+    start_s: float = Field(gt=0, description="process start and engine construction")
+    load_s: float = Field(gt=0, description="loading a snapshot while a worker is being prepared")
+    sync_s: float = Field(gt=0, description="loading a snapshot on a worker that serves or is about to")
+    interrupt_s: float = Field(gt=0, description="ending all requests of a worker with their partial tokens")
+    interrupt_again_s: float = Field(gt=0, description="a worker that is not idle by then is interrupted again")
+    idle_s: float = Field(gt=0, description="from the first interruption until the engine is idle")
     release_s: float = Field(gt=0, description="giving device memory back")
     resume_s: float = Field(gt=0, description="taking device memory again")
-    switch_s: float = Field(gt=0, description="changing a worker's role")
-    weights_s: float = Field(gt=0, description="loading a weight snapshot")
-    return_s: float = Field(gt=0, description="giving borrowed GPUs back to training")
-    training_step_s: float = Field(gt=0, description="one training step")
+    switch_s: float = Field(gt=0, description="changing the role of an idle engine")
+    refresh_s: float = Field(gt=0, description="renewing what peers know of a worker's KV buffers")
+    probe_s: float = Field(gt=0, description="answering just before a group is declared ready")
+    stop_s: float = Field(gt=0, description="ending a process in order")
+    kill_s: float = Field(gt=0, description="ending a process for certain; this much of a deadline is kept for it")
+    retry_s: float = Field(gt=0, description="pause before a failed kill or resume is tried again; doubles each time")
+    retry_max_s: float = Field(gt=0, description="longest such pause")
+    cancel_s: float = Field(gt=0, description="how long a call may take to end once it is cancelled")
+    settle_s: float = Field(gt=0, description="how long a cancelled borrow waits for a resume under way")
+    training_release_s: float = Field(gt=0, description="training giving its device memory back")
+    training_resume_s: float = Field(gt=0, description="training taking its device memory again")
+
+
+class RolloutLimitSettings(Section):
+    """`[limits.rollout]`: how long rollout may wait, seconds."""
+
+    no_worker_s: float = Field(gt=0, description="a model call waiting for somebody to serve it")
+    stall_s: float = Field(gt=0, description="an attempt bringing no token")
+    environment_s: float = Field(gt=0, description="one answer of the environment")
+    batch_s: float = Field(gt=0, description="one batch")
+
+
+class TrainingLimitSettings(Section):
+    """`[limits.training]`: how long training may take or wait, seconds."""
+
+    start_s: float = Field(gt=0, description="starting all ranks on the model")
+    update_s: float = Field(gt=0, description="one update")
+    checkpoint_s: float = Field(gt=0, description="writing or reading a checkpoint")
+    memory_s: float = Field(gt=0, description="a release or a resume of the ranks' device memory")
+    grant_s: float = Field(gt=0, description="training waiting for its GPUs before the run fails")
+    return_s: float = Field(gt=0, description="borrowed GPUs coming back before what holds them is killed")
+
+
+class LimitSettings(Section):
+    """`[limits]`: the bound of each wait. Its expiry is a failure that names who did not answer."""
+
+    executor: ExecutorLimitSettings = Field(description="carrying plans out")
+    rollout: RolloutLimitSettings = Field(description="generating trajectories")
+    training: TrainingLimitSettings = Field(description="updates and the hand-over of training GPUs")

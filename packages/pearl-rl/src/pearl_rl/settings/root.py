@@ -139,11 +139,11 @@ def _tokens(settings: Settings) -> Iterator[Contradiction]:
             f"responses of {rollout.max_new_tokens} tokens leave no room for a prompt in "
             f"model.max_context_tokens={context}; use rollout.max_new_tokens={max(1, context // 4)}",
         )
-    if engine.kv_capacity_tokens < context:
+    if engine.kv_tokens < context:
         yield Contradiction(
-            ("engine.kv_capacity_tokens", "model.max_context_tokens"),
-            f"a cache of {engine.kv_capacity_tokens} tokens does not hold one trajectory of "
-            f"model.max_context_tokens={context}; use engine.kv_capacity_tokens={context} or more",
+            ("engine.kv_tokens", "model.max_context_tokens"),
+            f"a cache of {engine.kv_tokens} tokens does not hold one trajectory of "
+            f"model.max_context_tokens={context}; use engine.kv_tokens={context} or more",
         )
 
 
@@ -158,16 +158,21 @@ def _availability(settings: Settings) -> Iterator[Contradiction]:
 
 
 def _policy(settings: Settings) -> Iterator[Contradiction]:
-    planner = settings.planner
+    policy, text = settings.planner.policy, settings.planner.configuration
     keys = ("planner.configuration", "planner.policy")
-    if planner.policy != "fixed":
-        if planner.configuration:
-            yield Contradiction(keys, f'a configuration needs planner.policy="fixed", not "{planner.policy}"')
+    if policy in ("pearl", "colocated_elastic"):
+        if text:
+            yield Contradiction(
+                keys,
+                f'planner.policy="{policy}" chooses by itself; leave planner.configuration empty, or use "static_pd"',
+            )
+        return
+    if policy == "fixed" and not text:
         return
     try:
-        workers = Configuration.parse(planner.configuration).workers
+        workers = Configuration.parse(text).workers
     except ConfigurationError as error:
-        yield Contradiction(keys, f'planner.policy="fixed" needs planner.configuration: {error}')
+        yield Contradiction(keys, f'planner.policy="{policy}" needs a planner.configuration: {error}')
         return
     if workers == 0:
         yield Contradiction(keys, "a configuration without workers cannot run; use at least 1C")
