@@ -286,6 +286,7 @@ class Router:
             self._accuse(attempt.route.slots, f"{attempt.request.rid}: token below weight version {attempt.floor}")
         elif ending is Ending.REGRESSED:
             statistics.version_regressions += 1
+            progress.avoid = attempt.route.slots
             failing = kept == 0
         elif ending is Ending.DRAINED:
             statistics.interrupted += 1

@@ -307,13 +307,13 @@ class ServingSet:
             return None
         newest = max(decodable)
         chosen: Slot | None = None
-        chosen_key = (math.inf, math.inf)
+        chosen_key = (math.inf, math.inf, 0)
         for slot in self.prefill:
             if slot.version > newest or not self._usable(slot, home.version, now_s, avoid):
                 continue
             # Waiting behind others' tokens and computing a cached prefix again cost the same: tokens.
             cached = min(slot.homes.get(home.trajectory, 0), context_tokens)
-            key = ((slot.queued_tokens + context_tokens - cached) * slot.share, slot.load)
+            key = ((slot.queued_tokens + context_tokens - cached) * slot.share, slot.load, slot.home_tokens)
             if key < chosen_key:
                 chosen, chosen_key = slot, key
         if chosen is None:
