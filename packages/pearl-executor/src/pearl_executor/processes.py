@@ -1,10 +1,9 @@
-"""What executors know of each process: its role, and whether it holds device memory. Keyed by slot and incarnation."""
+"""What executors know of each process: whether it holds device memory, and how much. Keyed by slot and incarnation."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pearl_state.lifecycle import Lifecycle
-from pearl_state.roles import Role
 from pearl_state.worker import Worker, WorkerId
 
 
@@ -21,7 +20,6 @@ class Residency(StrEnum):
 class Process:
     """One process, as far as its answers tell."""
 
-    role: Role
     residency: Residency
     held_bytes: int = 0
     """Device memory that its last resume took, measured; 0 before the first."""
@@ -40,7 +38,7 @@ class Processes:
         if process is None:
             parked = worker.lifecycle in (Lifecycle.RELEASED, Lifecycle.RESUMING)
             residency = Residency.RELEASED if parked else Residency.RESIDENT
-            process = self._known[key] = Process(role=worker.role, residency=residency)
+            process = self._known[key] = Process(residency)
         return process
 
     def knows(self, worker: Worker) -> bool:

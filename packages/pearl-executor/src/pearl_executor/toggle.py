@@ -77,7 +77,8 @@ class ToggleManager:
             await self._workers.start(worker)
         else:
             await self._workers.resume(worker)
-            if self._workers.processes.of(worker).role is not worker.role:
+            # The last borrow may have left it with another role.
+            if (await self._workers.probe(worker)).role is not worker.role:
                 await self._workers.switch(worker)
         version = await self._weights.bring(worker, 0, self._workers.limits.load_s)
         await self._workers.refresh_peers(worker)

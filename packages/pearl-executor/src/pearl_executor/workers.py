@@ -15,6 +15,7 @@ from pearl_executor.ports import (
 )
 from pearl_executor.processes import Processes, Residency
 from pearl_state.roles import Role
+from pearl_state.samples import EngineSamples
 from pearl_state.worker import Worker
 
 T = TypeVar("T")
@@ -26,8 +27,8 @@ DISAGGREGATED = (Role.PREFILL, Role.DECODE)
 class BoundedWorkers:
     """The worker port for executors. All methods raise `CallError` for an expected failure, and nothing else.
 
-    Device state is idempotent here: releasing what is released, resuming what is resident, or switching to the role
-    at hand does nothing, since an engine may die of the repetition. Where an outcome is not known, neither is tried.
+    Device state is idempotent here: releasing what is released or resuming what is resident does nothing, since an
+    engine may die of the repetition. Where an outcome is not known, neither is tried.
     """
 
     def __init__(
@@ -44,12 +45,11 @@ class BoundedWorkers:
     async def start(self, worker: Worker) -> None:
         """Start the process in the role of its row."""
         await self._calls.call(worker, "start", self._port.start(worker), self.limits.start_s)
-        process = self.processes.of(worker)
-        process.role, process.residency = worker.role, Residency.RESIDENT
+        self.processes.of(worker).residency = Residency.RESIDENT
 
-    async def probe(self, worker: Worker) -> None:
-        """Raise where the process does not answer any more."""
-        await self._calls.call(worker, "samples", self._port.samples(worker), self.limits.probe_s)
+    async def probe(self, worker: Worker) -> EngineSamples:
+        """Ask the process anything: it lives, and its answer names the role that its engine has."""
+        return await self._calls.call(worker, "samples", self._port.samples(worker), self.limits.probe_s)
 
     async def end(self, worker: Worker, kill_at_s: float | None = None) -> None:
         """Stop the process in order, or kill it where that fails or takes until `kill_at_s`."""
@@ -175,13 +175,8 @@ class BoundedWorkers:
     # ---- role and weights -------------------------------------------------------------------------------------------
 
     async def switch(self, worker: Worker) -> None:
-        """Give an idle engine the role of its row, unless the process is known to have it."""
-        known = self.processes.knows(worker)
-        process = self.processes.of(worker)
-        if known and process.role is worker.role:
-            return
+        """Give an idle engine the role of its row."""
         await self._calls.call(worker, "switch_role", self._port.switch_role(worker, worker.role), self.limits.switch_s)
-        process.role = worker.role
 
     async def refresh_peers(self, worker: Worker) -> None:
         """Have others renew what they know of its KV buffers, where its role lets them know any."""
