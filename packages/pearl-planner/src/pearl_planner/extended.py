@@ -1,0 +1,205 @@
+"""The makespan model that decides: eqs. (1)-(3) plus what they lack, each addition only where the profile has its data.
+
+Added to the printed equations (symbols as in `makespan`):
+
+- *Prefix-cache capacity.* A worker keeps the contexts of `prefix_capacity_tokens / context_tokens` trajectories.
+  hit = min(1, workers·cap/B); on a miss the whole context is prefilled again instead of ΔL.
+- *Work and path apart.* S belongs to the slowest trajectory; the work of a step is that of all of them. Where
+  `active_by_turn` is known turn i has B·active_by_turn[i] trajectories; where only `mean_turns` is known, their sum.
+- *θ from the configuration.* Where `turn_environment_s` is known, a trajectory spends o = environment + own prefill +
+  hand-over of every turn outside decode, and x in it. A worker's n trajectories then give the closed cycle
+  x = F + G·x/(x + o), with F = r·A and G the load of all n: environment time is counted once, as it overlaps.
+- *KV queue of colocation.* Where the pool cannot hold the batch, requests wait: the fixed cost of decode is paid once
+  for each part of the batch that fits.
+- *Hand-over.* `handover_s` a turn under disaggregation.
+"""
+
+import math
+from collections.abc import Sequence
+
+from pearl_planner.capacity import kv_bytes_per_sequence
+from pearl_state.decision import MakespanTerms
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+
+_GROUPS = 8
+
+
+def work_turns(workload: WorkloadProfile) -> float:
+    """Turns of an average trajectory: the sum of `active_by_turn`, else `mean_turns`, else S. At most S."""
+    if workload.active_by_turn:
+        return min(workload.turns, math.fsum(workload.active_by_turn))
+    return min(workload.turns, workload.mean_turns) if workload.mean_turns else workload.turns
+
+
+def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float], ...]:
+    """(turns, trajectories running in each of them), in order; the turns add up to S.
+
+    Neighbouring turns are joined to at most eight groups of equal length, so that a prediction costs the same for
+    sixty turns as for eight. Σ turns·trajectories = B·`work_turns`.
+    """
+    active: Sequence[float] = workload.active_by_turn
+    if not active:
+        share = work_turns(workload) / workload.turns
+        return ((workload.turns, workload.batch * share),)
+    size = -(-len(active) // _GROUPS)
+    scale = workload.turns / len(active)
+    # Keep the work: the list may be shorter or longer than S, which is a running average of its own.
+    height = work_turns(workload) / (math.fsum(active) * scale)
+    groups = []
+    for start in range(0, len(active), size):
+        part = active[start : start + size]
+        mean = math.fsum(part) / len(part)
+        if mean > 0:
+            groups.append((len(part) * scale, workload.batch * mean * height))
+    return tuple(groups)
+
+
+def residence_s(fixed_s: float, load_s: float, outside_s: float) -> float:
+    """x ≥ 0 with x = F + G·x/(x + o): time a trajectory is in a shared phase, of each cycle of x + o.
+
+    `fixed_s` = F is there however few share it, `load_s` = G what all of them together add, `outside_s` = o is spent
+    elsewhere. With o = 0 that is F + G. x rises with F and G and falls with o.
+    """
+    half = 0.5 * (fixed_s + load_s - outside_s)
+    return half + math.sqrt(half * half + fixed_s * outside_s)
+
+
+class ExtendedModel:
+    """`MakespanModel` with the additions of this module. `is_printed` where the profile has data for none of them."""
+
+    __slots__ = (
+        "_cap",
+        "_context",
+        "_environment",
+        "_fixed",
+        "_groups",
+        "_handover",
+        "_kv_sequences",
+        "_miss",
+        "_outside",
+        "_over",
+        "_per_prompt",
+        "_per_sequence",
+        "_serial",
+        "_theta",
+        "_turns",
+        "_work",
+        "is_printed",
+    )
+
+    def __init__(self, workload: WorkloadProfile, platform: PlatformProfile, kv_headroom: float = 1.0) -> None:
+        self._turns = workload.turns
+        self._groups = turn_groups(workload)
+        self._work = math.fsum(count * running for count, running in self._groups)
+        prefill = platform.prefill_per_token_s
+        self._per_prompt = workload.new_prompt_tokens * prefill
+        self._miss = max(0.0, workload.context_tokens - workload.new_prompt_tokens) * prefill
+        self._cap = math.inf
+        if platform.prefix_capacity_tokens and workload.context_tokens:
+            self._cap = platform.prefix_capacity_tokens / workload.context_tokens
+        self._fixed = workload.response_tokens * platform.decode_fixed_s
+        self._per_sequence = workload.response_tokens * platform.decode_per_sequence_s
+        self._over = platform.overhead_per_turn_s
+        self._handover = platform.handover_s
+        transfer = workload.new_prompt_tokens * platform.kv_bytes_per_token / platform.transfer_bytes_per_s
+        self._serial = transfer
+        self._theta = workload.bubble_ratio
+        self._outside = workload.turn_environment_s
+        self._environment = workload.environment_s or workload.turns * workload.turn_environment_s
+        per_sequence = kv_bytes_per_sequence(workload, platform, kv_headroom)
+        bounded = platform.kv_capacity_bytes > 0 and per_sequence > 0
+        self._kv_sequences = platform.kv_capacity_bytes / per_sequence if bounded else math.inf
+        self._context = workload.context_tokens
+        self.is_printed = (
+            math.isinf(self._cap)
+            and math.isinf(self._kv_sequences)
+            and not self._outside
+            and not self._handover
+            and len(self._groups) == 1
+            and self._work == workload.turns * workload.batch
+        )
+
+    def _misses(self, workers: int) -> float:
+        """Seconds of prefill, over the step and all workers together, that evicted prefixes cause."""
+        if math.isinf(self._cap):
+            return 0.0
+        held = self._cap * workers
+        return self._miss * sum(count * (running - held) for count, running in self._groups if running > held)
+
+    def colocated(self, workers: int) -> MakespanTerms:
+        """Eq. (1) with the additions. Prefill and decode share the time a trajectory spends on its worker."""
+        again = self._misses(workers)
+        own = self._per_prompt + (again / self._work if self._work else 0.0)
+        load = own + self._per_sequence
+        held = self._kv_sequences * workers
+        total = prefill = 0.0
+        for count, running in self._groups:
+            fixed = self._fixed * max(1.0, running / held)
+            share = running / workers
+            stay = residence_s(fixed, share * load, self._outside)
+            busy = (stay - fixed) / load if load else 0.0
+            total += count * stay
+            prefill += count * busy * own
+        overhead = self._turns * self._over
+        return MakespanTerms(
+            total_s=total + overhead + self._environment,
+            prefill_s=prefill,
+            decode_s=total - prefill,
+            overhead_s=overhead,
+            environment_s=self._environment,
+            reprefill_s=prefill * again / (self._work * own) if again else 0.0,
+            bottleneck="shared",
+        )
+
+    def _prefill_path(self, workers: int) -> tuple[float, float]:
+        """Seconds of prefill on each of `workers`, and the part of it that misses cause."""
+        again = self._misses(workers) / workers
+        return self._work * self._per_prompt / workers + again, again
+
+    def _decode_path(self, workers: int) -> float:
+        """Seconds that the slowest trajectory spends in decode, bubbles included where θ is a given constant."""
+        if not self._outside:
+            return self._turns * self._fixed * (1.0 + self._theta) + self._work * self._per_sequence / workers
+        outside = self._outside + self._per_prompt + self._serial + self._handover
+        return sum(
+            count * residence_s(self._fixed, running * self._per_sequence / workers, outside)
+            for count, running in self._groups
+        )
+
+    def _closing(self) -> tuple[float, float]:
+        """What follows the prefill path, and what lies beside the decode path, seconds."""
+        handover = self._turns * self._handover
+        if not self._outside:
+            return self._environment + handover, self._environment + handover
+        # A saturated prefill pool hides the environment of all but the last turn; a trajectory that waits for nobody
+        # goes through its own prefill, transfer and environment in series.
+        last = self._environment / self._turns + self._handover
+        return last, self._environment + handover + self._turns * (self._per_prompt + self._serial)
+
+    def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:
+        """The two paths; see `MakespanModel.paths`."""
+        after_prefill, beside_decode = self._closing()
+        prefill, _ = self._prefill_path(prefill_workers)
+        return (
+            prefill + self._work * self._serial + after_prefill,
+            self._decode_path(decode_workers) + beside_decode,
+        )
+
+    def disaggregated(self, prefill_workers: int, decode_workers: int) -> MakespanTerms:
+        """Eqs. (2) and (3) with the additions."""
+        after_prefill, beside_decode = self._closing()
+        prefill, again = self._prefill_path(prefill_workers)
+        decode = self._decode_path(decode_workers)
+        transfer = self._work * self._serial
+        first, second = prefill + transfer + after_prefill, decode + beside_decode
+        bound = first > second
+        return MakespanTerms(
+            total_s=first if bound else second,
+            prefill_s=prefill,
+            decode_s=decode,
+            transfer_s=transfer,
+            overhead_s=self._turns * self._handover,
+            environment_s=self._environment,
+            reprefill_s=again,
+            bottleneck="prefill" if bound else "decode",
+        )

@@ -1,0 +1,107 @@
+"""Policies: who chooses the configuration, and whether the pool grows, borrows, or stays as it is. All pure."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pearl_planner.decide import DecideSettings, decide
+from pearl_planner.switching import SwitchCosts
+from pearl_state.configuration import Configuration
+from pearl_state.decision import Decision
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.roles import Mode
+
+
+class Policy(Protocol):
+    """Chooses a configuration for a budget, and says which elastic resources it uses at all."""
+
+    @property
+    def name(self) -> str:
+        """Short name, for reports."""
+        ...
+
+    @property
+    def expands(self) -> bool:
+        """Whether it takes preemptible GPUs."""
+        ...
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it borrows idle training GPUs."""
+        ...
+
+    def decide(
+        self,
+        *,
+        workload: WorkloadProfile,
+        platform: PlatformProfile,
+        budget_workers: int,
+        current: Configuration | None = None,
+        remaining_fraction: float = 1.0,
+        steps_ahead: float = 1.0,
+        pinned: Configuration | None = None,
+        calibrated: bool = True,
+    ) -> Decision:
+        """As `pearl_planner.decide.decide`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPolicy:
+    """A policy that asks the PD Decision Engine, with some of its freedom taken away."""
+
+    name: str
+    expands: bool = True
+    borrows: bool = True
+    modes: frozenset[Mode] = frozenset(Mode)
+    configuration: Configuration | None = None
+    """Held whatever the model says (scaled to the budget); None lets the model choose."""
+    settings: DecideSettings = field(default_factory=DecideSettings)
+    costs: SwitchCosts = field(default_factory=SwitchCosts)
+
+    def decide(
+        self,
+        *,
+        workload: WorkloadProfile,
+        platform: PlatformProfile,
+        budget_workers: int,
+        current: Configuration | None = None,
+        remaining_fraction: float = 1.0,
+        steps_ahead: float = 1.0,
+        pinned: Configuration | None = None,
+        calibrated: bool = True,
+    ) -> Decision:
+        """As `pearl_planner.decide.decide`; a person's `pinned` comes before the policy's own configuration."""
+        return decide(
+            workload=workload,
+            platform=platform,
+            budget_workers=budget_workers,
+            current=current,
+            settings=self.settings,
+            costs=self.costs,
+            remaining_fraction=remaining_fraction,
+            steps_ahead=steps_ahead,
+            allowed=self.modes,
+            pinned=pinned or self.configuration,
+            calibrated=calibrated,
+        )
+
+
+def pearl(settings: DecideSettings | None = None, costs: SwitchCosts | None = None) -> ModelPolicy:
+    """Both kinds of elastic GPUs, both modes, the ratio chosen by the model."""
+    return ModelPolicy(name="pearl", settings=settings or DecideSettings(), costs=costs or SwitchCosts())
+
+
+def colocated_elastic() -> ModelPolicy:
+    """Preemptible GPUs, colocation only, no borrowing (as RLBoost)."""
+    return ModelPolicy(name="colocated_elastic", borrows=False, modes=frozenset({Mode.COLOCATION}))
+
+
+def static_pd(configuration: Configuration) -> ModelPolicy:
+    """Preemptible GPUs, one P:D ratio for the whole run, no borrowing (as systems with a static PD split)."""
+    return ModelPolicy(name=f"static_{configuration}", borrows=False, configuration=configuration)
+
+
+def fixed(configuration: Configuration | None = None) -> ModelPolicy:
+    """Reserved GPUs only, no borrowing; colocated, or as `configuration` says (as ROLL)."""
+    modes = frozenset({Mode.COLOCATION}) if configuration is None else frozenset(Mode)
+    return ModelPolicy(name="fixed", expands=False, borrows=False, modes=modes, configuration=configuration)
