@@ -1,0 +1,227 @@
+"""The trainer as the control plane sees it: FSDP2 ranks in child processes, with deadlines. No torch here."""
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pearl_executor.ports import MemoryReport, WeightSnapshot
+from pearl_executor.runtimes.local.frames import Frame
+from pearl_executor.runtimes.local.processes import ForkServer
+from pearl_rl.training.batch import TrainBatch, plan_update
+from pearl_rl.training.checkpoint import TrainerState
+from pearl_rl.training.options import TrainerOptions
+from pearl_rl.training.rank_group import RankGroup, TrainerError, TrainerLostError, prepare_folder
+from pearl_rl.training.results import UpdateResult, combine_sums
+from pearl_rl.training.shards import encode_shard
+
+PRELOAD: Final = ("pearl_rl.training.rank",)
+"""What the fork server imports so that ranks are up in a moment."""
+
+_KEPT_SNAPSHOTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLimits:
+    """Longest waits, seconds."""
+
+    start_s: float = 120.0
+    update_s: float = 120.0
+    checkpoint_s: float = 120.0
+    memory_s: float = 30.0
+    """A release or a resume."""
+
+
+class LocalTrainer:
+    """`TrainingPort` over FSDP2 ranks on this machine.
+
+    One call at a time, each with a deadline. All but `stop` and `kill` raise `TrainerError`s that name the rank at
+    fault; the ranks are then gone and every later call raises `TrainerLostError` until `start`.
+    """
+
+    def __init__(
+        self,
+        forks: ForkServer,
+        model_path: Path,
+        folder: Path,
+        options: TrainerOptions,
+        *,
+        ranks: int = 2,
+        update_s: float = 0.0,
+        limits: TrainerLimits | None = None,
+        threads: int = 1,
+    ) -> None:
+        """`folder` is this trainer's own (snapshots, parked tensors); `forks` should preload `PRELOAD`.
+
+        `update_s` paces training to an emulated device: an update lasts at least this long, seconds. `threads` are each
+        rank's compute threads.
+        """
+        if ranks < 1:
+            raise ValueError(f"ranks is {ranks}; training needs at least 1")
+        self.options = options
+        self._model_path = model_path.absolute()
+        self._folder = folder.absolute()
+        self._update_s = update_s
+        self._limits = limits or TrainerLimits()
+        self._threads = threads
+        self._group = RankGroup(forks, ranks)
+        self._version = 0
+        self._newest: WeightSnapshot | None = None
+        self._released = False
+
+    @property
+    def version(self) -> int:
+        """Weight version of what the ranks hold. Never goes back."""
+        return self._version
+
+    @property
+    def newest(self) -> WeightSnapshot:
+        """The weights of `version`. Raises `TrainerLostError` before `start`."""
+        if self._newest is None:
+            raise TrainerLostError("the trainer has no weights: it was not started")
+        return self._newest
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks; empty where none lives."""
+        return self._group.pids
+
+    async def start(self) -> WeightSnapshot:
+        """Start all ranks on the model and write its weights: version 0 at first, a new one after a restart."""
+        await self._group.kill()
+        limits = self._limits
+        arguments = {
+            "rendezvous": str(prepare_folder(self._folder)),
+            "folder": str(self._folder),
+            "options": self.options.to_json(),
+            "threads": self._threads,
+            # Later than any call's own deadline: the control plane notices first and says what it waited for.
+            "collective_timeout_s": max(limits.start_s, limits.update_s, limits.checkpoint_s, limits.memory_s) + 5.0,
+        }
+        await self._group.spawn("pearl_rl.training.rank:rank_main", arguments)
+        self._released = False
+        await self._group.call_all("start", {"model_path": str(self._model_path)}, limits.start_s)
+        return await self._publish(0 if self._newest is None else self._version + 1, limits.start_s)
+
+    async def update(self, batch: TrainBatch) -> UpdateResult:
+        """Train on `batch` and write the new weights under the next version."""
+        self._require_memory("update")
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        options, ranks = self.options, self._group.ranks
+        plan = plan_update(batch, ranks, options.minibatches, options.micro_batch_tokens, options.loss.aggregation)
+        shards = [encode_shard(batch, plan, rank) for rank in range(ranks)]
+        answers = await self._group.call_each("update", shards, self._limits.update_s)
+        snapshot = await self._publish(self._version + 1, self._limits.update_s)
+        compute_s = loop.time() - began_s
+        await asyncio.sleep(max(0.0, self._update_s - compute_s))
+        return UpdateResult(
+            version=snapshot.version,
+            snapshot_path=Path(snapshot.uri),
+            snapshot_bytes=snapshot.bytes,
+            checksum=snapshot.checksum,
+            metrics=combine_sums(batch, [answer.head["sums"] for answer in answers], options.epochs, compute_s),
+            duration_s=loop.time() - began_s,
+        )
+
+    async def save_checkpoint(self, path: Path) -> None:
+        """Write model, optimizer, generators and counters to the folder `path`, whole or not at all.
+
+        A folder that is there already is replaced once the new one is complete.
+        """
+        self._require_memory("save_checkpoint")
+        partial = _fresh(path.with_name(f".partial-{path.name}"))
+        try:
+            answers = await self._group.call_all("save", {"folder": _absolute(partial)}, self._limits.checkpoint_s)
+            head = answers[0].head
+            state = TrainerState(
+                version=self._version,
+                optimizer_steps=head["optimizer_steps"],
+                ranks=self._group.ranks,
+                parameters=head["parameters"],
+            )
+            state.write(partial)
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    async def load_checkpoint(self, path: Path, published: int = -1) -> int:
+        """Continue from a checkpoint of any number of ranks. Returns the version that its weights have from now on.
+
+        That version is above the checkpoint's, the present one, and `published` (the highest that the run ever gave to
+        workers, by its journal): what was made after the checkpoint and is lost must not be taken for what comes now.
+        Raises `CheckpointError` for a folder that is none, before any rank is touched.
+        """
+        self._require_memory("load_checkpoint")
+        state = TrainerState.read(path)
+        arguments: Mapping[str, Any] = {
+            "folder": _absolute(path),
+            "optimizer_steps": state.optimizer_steps,
+            "parameters": state.parameters,
+        }
+        await self._group.call_all("load", arguments, self._limits.checkpoint_s)
+        version = max(state.version, published, self._version) + 1
+        await self._publish(version, self._limits.checkpoint_s)
+        return version
+
+    async def release(self) -> MemoryReport:
+        """Give device memory back on all ranks; measured bytes, summed over them."""
+        self._require_memory("release")
+        report = _sum_reports(await self._group.call_all("release", {}, self._limits.memory_s))
+        self._released = True
+        return report
+
+    async def resume(self) -> MemoryReport:
+        """Take the device memory again; training goes on as if nothing had been."""
+        if not self._released:
+            raise TrainerError("resume: the training memory is not released")
+        report = _sum_reports(await self._group.call_all("resume", {}, self._limits.memory_s))
+        self._released = False
+        return report
+
+    async def stop(self) -> None:
+        """End all ranks in order, or for certain where one does not answer. No effect where none lives."""
+        await self._group.stop()
+
+    async def kill(self) -> None:
+        """End all ranks for certain, whatever they do; returns when they are gone."""
+        await self._group.kill()
+
+    def _require_memory(self, call: str) -> None:
+        """Refuse without a word to the ranks: they are fine, and a refusal by them would end them."""
+        if self._released:
+            raise TrainerError(f"{call}: the training memory is released; resume it first")
+
+    async def _publish(self, version: int, timeout_s: float) -> WeightSnapshot:
+        folder = _fresh(self._folder / "weights" / f"v{version:08d}")
+        answers = await self._group.call_all("write_weights", {"folder": str(folder)}, timeout_s)
+        for file in sorted(self._model_path.iterdir()):
+            if file.is_file() and file.suffix != ".safetensors":
+                shutil.copy2(file, folder / file.name)
+        head = answers[0].head
+        self._version = version
+        self._newest = WeightSnapshot(version, str(folder), head["bytes"], head["checksum"])
+        for old in sorted(folder.parent.iterdir())[:-_KEPT_SNAPSHOTS]:
+            shutil.rmtree(old)
+        return self._newest
+
+
+def _fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _absolute(path: Path) -> str:
+    """Ranks have their own working directory."""
+    return str(path.absolute())
+
+
+def _sum_reports(answers: Sequence[Frame]) -> MemoryReport:
+    before = sum(answer.head["before_bytes"] for answer in answers)
+    after = sum(answer.head["after_bytes"] for answer in answers)
+    return MemoryReport(before, after)

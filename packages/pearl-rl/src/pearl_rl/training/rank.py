@@ -1,0 +1,131 @@
+"""What runs inside a training rank's process: one loop that answers the control plane's calls, one at a time.
+
+Preload this module in the fork server: it brings torch, FSDP and transformers.
+"""
+
+import os
+import selectors
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pearl_executor.runtimes.local.frames import Frame, FrameSocket
+from pearl_rl.training.fsdp2 import FsdpTrainer, TrainingStateError, join_ranks
+from pearl_rl.training.options import TrainerOptions
+from pearl_rl.training.shards import decode_shard
+from pearl_rl.training.tiny_model import Example, TinyShape, WarmUp, build_tiny_model
+
+Answer = dict[str, Any]
+
+
+class Rank:
+    """The calls that a rank answers. All but `stop` are collectives: every rank gets each, in the same order."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._rank = int(arguments["rank"])
+        self._ranks = int(arguments["ranks"])
+        self._rendezvous = Path(arguments["rendezvous"])
+        self._folder = Path(arguments["folder"])
+        self._options = TrainerOptions.from_json(arguments["options"])
+        self._collective_timeout_s = float(arguments["collective_timeout_s"])
+        self._trainer: FsdpTrainer | None = None
+        self.calls: dict[str, Callable[[Frame], Answer]] = {
+            "start": self._start,
+            "update": self._update,
+            "write_weights": self._write_weights,
+            "save": self._save,
+            "load": self._load,
+            "release": self._release,
+            "resume": self._resume,
+        }
+
+    def _start(self, frame: Frame) -> Answer:
+        mesh = join_ranks(self._rank, self._ranks, self._rendezvous, self._options.device, self._collective_timeout_s)
+        spill = self._folder / f"parked-rank{self._rank:05d}"
+        self._trainer = FsdpTrainer(Path(frame.head["model_path"]), self._options, mesh, spill)
+        return {"parameters": self._trainer.parameters}
+
+    def _update(self, frame: Frame) -> Answer:
+        return {"sums": self._held().update(decode_shard(frame.head, frame.body, self._options.device))}
+
+    def _write_weights(self, frame: Frame) -> Answer:
+        published = self._held().write_weights(Path(frame.head["folder"]))
+        return {} if published is None else asdict(published)
+
+    def _save(self, frame: Frame) -> Answer:
+        trainer = self._held()
+        trainer.save(Path(frame.head["folder"]))
+        return {"optimizer_steps": trainer.optimizer_steps, "parameters": trainer.parameters}
+
+    def _load(self, frame: Frame) -> Answer:
+        head = frame.head
+        self._held().load(Path(head["folder"]), int(head["optimizer_steps"]), int(head["parameters"]))
+        return {}
+
+    def _release(self, frame: Frame) -> Answer:
+        del frame
+        return asdict(self._held().release())
+
+    def _resume(self, frame: Frame) -> Answer:
+        del frame
+        return asdict(self._held().resume())
+
+    def _held(self) -> FsdpTrainer:
+        if self._trainer is None:
+            raise TrainingStateError("the rank is not started")
+        return self._trainer
+
+
+def rank_main(channel: FrameSocket, arguments: dict[str, Any]) -> None:
+    """Target of a rank's process: serve until told to stop or until the control plane hangs up."""
+    # gloo looks the host's name up otherwise, which fails on a machine without a network.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(int(arguments["threads"]))
+    serve(channel, Rank(arguments).calls)
+    # Not destroy_process_group: it may wait for ranks that are gone, and the process ends now.
+    dist.group.WORLD = None
+
+
+def serve(channel: FrameSocket, calls: dict[str, Callable[[Frame], Answer]]) -> None:
+    """Answer calls by name until `stop` or the end of the connection. An exception is an answer, and is logged."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        while not channel.closed:
+            selector.select()
+            for frame in channel.receive():
+                number = frame.head["call"]
+                if frame.head["op"] == "stop":
+                    channel.send({"re": number})
+                    return
+                channel.send({"re": number, **_answer(calls, frame)})
+                channel.drain(60.0)
+
+
+def _answer(calls: dict[str, Callable[[Frame], Answer]], frame: Frame) -> Answer:
+    try:
+        return calls[frame.head["op"]](frame)
+    except Exception as error:
+        # To the log with its trace; the control plane gets one line and ends the ranks.
+        traceback.print_exc()
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return {"error": type(error).__name__, "message": first_line}
+
+
+def build_main(channel: FrameSocket, arguments: dict[str, Any]) -> None:
+    """Target of the process that builds a tiny model: one call `build`, then the end."""
+    torch.set_num_threads(int(arguments["threads"]))
+
+    def build(frame: Frame) -> Answer:
+        head = frame.head
+        warm_up = head["warm_up"]
+        if warm_up is not None:
+            examples = tuple(Example(tuple(tokens), tuple(map(bool, mask))) for tokens, mask in warm_up.pop("examples"))
+            warm_up = WarmUp(examples=examples, **warm_up)
+        return {"parameters": build_tiny_model(Path(head["folder"]), TinyShape(**head["shape"]), head["seed"], warm_up)}
+
+    serve(channel, {"build": build})

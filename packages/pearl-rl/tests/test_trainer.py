@@ -1,0 +1,334 @@
+"""Real FSDP2 ranks in real processes: they compute what plain torch does, and nothing outlives a failure."""
+
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from pearl_executor.runtimes.local.processes import ForkServer  # noqa: E402
+from pearl_rl.training.batch import TrainBatch  # noqa: E402
+from pearl_rl.training.build import build_in_child  # noqa: E402
+from pearl_rl.training.checkpoint import CheckpointError  # noqa: E402
+from pearl_rl.training.options import LossOptions, OptimizerOptions, TrainerOptions  # noqa: E402
+from pearl_rl.training.process import PRELOAD, LocalTrainer, TrainerLimits  # noqa: E402
+from pearl_rl.training.rank_group import TrainerError, TrainerLostError  # noqa: E402
+from pearl_rl.training.tiny_model import TinyShape  # noqa: E402
+from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId, Turn, WeightSpan  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SHAPE = TinyShape(
+    vocabulary_size=41, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24, stop_token_id=3
+)
+# A large epsilon: where a gradient is all rounding error, AdamW would otherwise turn its sign into a whole step.
+OPTIONS = TrainerOptions(
+    loss=LossOptions(truncation=2.0, kl_coefficient=0.05, entropy_coefficient=0.01),
+    optimizer=OptimizerOptions(learning_rate=3e-3, epsilon=1e-4, weight_decay=0.01, max_gradient_norm=0.5),
+    minibatches=2,
+    micro_batch_tokens=120,
+    seed=5,
+)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def forks(loop, tmp_path_factory):
+    server = ForkServer(tmp_path_factory.mktemp("logs"), preload=PRELOAD)
+    loop.run(server.open())
+    yield server
+    loop.run(server.aclose())
+
+
+@pytest.fixture(scope="module")
+def model(loop, forks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    loop.run(build_in_child(forks, folder, SHAPE, seed=1))
+    return folder
+
+
+@pytest.fixture
+def trainer(loop, forks, model, tmp_path):
+    made = []
+
+    def make(name="trainer", ranks=2, options=OPTIONS, **rest):
+        made.append(LocalTrainer(forks, model, tmp_path / name, options, ranks=ranks, **rest))
+        return made[-1]
+
+    yield make
+    for one in made:
+        loop.run(one.kill())
+
+
+def batch(seed, version=0, groups=3, size=3):
+    draw = random.Random(seed)
+    return TrainBatch.build([_trajectory(draw, n, n // size, version) for n in range(groups * size)], version)
+
+
+def _trajectory(draw, number, group, version):
+    turns = []
+    for _ in range(draw.randint(1, 3)):
+        response = [draw.randrange(41) for _ in range(draw.randint(1, 6))]
+        logprobs = [-draw.uniform(2.0, 5.0) for _ in response]
+        prompt = [draw.randrange(41) for _ in range(draw.randint(2, 9))]
+        turns.append(
+            Turn(prompt=prompt, response=response, logprobs=logprobs, spans=(WeightSpan(version, len(response)),))
+        )
+    return Trajectory(
+        id=TrajectoryId(f"t{number:08d}"),
+        group=GroupId(f"g{group}"),
+        task="task",
+        turns=tuple(turns),
+        reward=draw.random(),
+        dispatch_version=version,
+        started_s=0.0,
+        finished_s=1.0,
+    )
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)
+
+
+def plain_torch_update(model_path, train_batch):
+    """The same update on one process without FSDP, row by row, written independently of the trainer."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    o = OPTIONS.optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), o.learning_rate, (o.beta1, o.beta2), o.epsilon, o.weight_decay)
+    groups = list(dict.fromkeys(sequence.group for sequence in train_batch.sequences))
+    for part in range(2):
+        rows = [s for s in train_batch.sequences if s.group in groups[part::2]]
+        total = sum(sum(row.mask) for row in rows)
+        for row in rows:
+            tokens = torch.tensor([row.tokens])
+            logprobs = torch.log_softmax(model(tokens).logits[0, :-1], -1)
+            with torch.no_grad():
+                initial = torch.log_softmax(reference(tokens).logits[0, :-1], -1)
+            for place, (token, generated) in enumerate(zip(row.tokens[1:], row.mask[1:], strict=True)):
+                if not generated:
+                    continue
+                new = logprobs[place, token]
+                weight = min(2.0, float(torch.exp(new.detach() - row.logprobs[place + 1])))
+                gap = initial[place, token] - new
+                entropy = -(logprobs[place].exp() * logprobs[place]).sum()
+                loss = -weight * row.advantage * new + 0.05 * (torch.exp(gap) - gap - 1) - 0.01 * entropy
+                (loss / total).backward(retain_graph=True)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.max_gradient_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_two_ranks_make_the_update_that_plain_torch_makes_and_its_snapshot_loads_in_transformers(loop, trainer, model):
+    from transformers import AutoModelForCausalLM
+
+    two = trainer()
+    first = loop.run(two.start())
+    assert first.version == 0
+    assert difference(weights(first.uri), weights(model)) == 0.0
+    result = loop.run(two.update(batch(7)))
+    expected = plain_torch_update(model, batch(7))
+    assert difference(weights(result.snapshot_path), expected) < 1e-5
+    assert difference(weights(result.snapshot_path), weights(model)) > 1e-3
+    loaded = AutoModelForCausalLM.from_pretrained(result.snapshot_path, dtype=torch.float32)
+    assert difference(dict(loaded.named_parameters()), weights(result.snapshot_path)) == 0.0
+
+    from pearl_executor.engines.torch.weights import weights_checksum
+
+    assert result.checksum == weights_checksum(weights(result.snapshot_path)) != first.checksum
+    assert result.snapshot.bytes == (result.snapshot_path / "model.safetensors").stat().st_size
+    assert result.version == two.version == 1
+    assert result.metrics.optimizer_steps == 2
+    assert result.metrics.response_tokens == batch(7).response_tokens
+    assert result.metrics.skipped_steps == 0
+
+
+def test_a_checkpoint_continues_as_if_nothing_had_been_with_any_number_of_ranks(loop, trainer, tmp_path):
+    whole = trainer("whole")
+    loop.run(whole.start())
+    loop.run(whole.update(batch(1)))
+    loop.run(whole.save_checkpoint(tmp_path / "checkpoint"))
+    expected = loop.run(whole.update(batch(2)))
+    assert sorted(p.suffix for p in (tmp_path / "checkpoint").rglob("*") if p.is_file()) == [
+        ".json",
+        *[".safetensors"] * 4,
+    ]
+    for ranks in (2, 1):
+        resumed = trainer(f"resumed{ranks}", ranks=ranks)
+        loop.run(resumed.start())
+        loop.run(resumed.load_checkpoint(tmp_path / "checkpoint"))
+        result = loop.run(resumed.update(batch(2)))
+        tolerance = 0.0 if ranks == 2 else 1e-5
+        assert difference(weights(result.snapshot_path), weights(expected.snapshot_path)) <= tolerance
+        assert result.metrics.optimizer_steps == expected.metrics.optimizer_steps == 4
+
+
+def test_versions_never_go_back_over_a_resume(loop, trainer, tmp_path):
+    """radixark/miles#2835: a checkpoint of version 55 is served as 56, and the next update publishes 57."""
+    one = trainer(ranks=1)
+    loop.run(one.start())
+    loop.run(one.save_checkpoint(tmp_path / "checkpoint"))
+    state = tmp_path / "checkpoint" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "version": 55}))
+    assert loop.run(one.load_checkpoint(tmp_path / "checkpoint")) == 56
+    assert one.newest.version == 56
+    assert loop.run(one.update(batch(3, version=56))).version == 57
+    assert loop.run(one.load_checkpoint(tmp_path / "checkpoint", published=80)) == 81
+    assert loop.run(one.start()).version == 82
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_before_any_rank_is_touched(loop, trainer, tmp_path):
+    one = trainer(ranks=1)
+    loop.run(one.start())
+    loop.run(one.save_checkpoint(tmp_path / "checkpoint"))
+    (tmp_path / "partial").mkdir()
+    with pytest.raises(CheckpointError, match=r"partial is no complete checkpoint: it has no state.json"):
+        loop.run(one.load_checkpoint(tmp_path / "partial"))
+    for text, message in [
+        ("{", "not readable"),
+        ('{"format": 2}', "another format"),
+        ('{"format": 1}', "not readable"),
+    ]:
+        (tmp_path / "partial" / "state.json").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            loop.run(one.load_checkpoint(tmp_path / "partial"))
+    assert loop.run(one.load_checkpoint(tmp_path / "checkpoint")) == 1
+    assert not list(tmp_path.glob(".partial*"))
+
+
+def test_release_frees_all_tensors_and_training_goes_on_identically(loop, trainer):
+    steady, toggled = trainer("steady"), trainer("toggled")
+    for one in (steady, toggled):
+        loop.run(one.start())
+        loop.run(one.update(batch(1)))
+    released = loop.run(toggled.release())
+    # Parameters and reference in float32, two moments each; every rank also holds the small tensors that all have.
+    parameters = sum(tensor.numel() for tensor in weights(toggled.newest.uri).values())
+    assert released.before_bytes >= 4 * parameters * 4
+    assert released.after_bytes < 0.02 * released.before_bytes
+    for refused in (toggled.update(batch(2)), toggled.release(), toggled.save_checkpoint(Path("nowhere"))):
+        with pytest.raises(TrainerError, match="the training memory is released; resume it first"):
+            loop.run(refused)
+    resumed = loop.run(toggled.resume())
+    assert (resumed.before_bytes, resumed.after_bytes) == (released.after_bytes, released.before_bytes)
+    with pytest.raises(TrainerError, match="not released"):
+        loop.run(toggled.resume())
+    after = [loop.run(one.update(batch(2))) for one in (steady, toggled)]
+    assert after[0].checksum == after[1].checksum
+
+
+def test_a_learning_rate_of_zero_changes_nothing(loop, trainer):
+    still = trainer(ranks=1, options=TrainerOptions(optimizer=OptimizerOptions(learning_rate=0.0)))
+    first = loop.run(still.start())
+    assert loop.run(still.update(batch(1))).checksum == first.checksum
+
+
+def test_an_update_lasts_at_least_as_long_as_the_emulated_device_needs(loop, trainer):
+    paced = trainer(ranks=1, update_s=1.0)
+    loop.run(paced.start())
+    result = loop.run(paced.update(batch(1)))
+    assert result.duration_s >= 1.0
+    assert result.metrics.compute_s < result.duration_s
+
+
+def test_a_rank_that_dies_during_an_update_is_named_at_once_and_takes_the_others_with_it(loop, trainer):
+    doomed = trainer()
+    loop.run(doomed.start())
+    pids = doomed.pids
+
+    async def kill_during_update():
+        os.kill(pids[1], signal.SIGSTOP)
+        update = asyncio.ensure_future(doomed.update(batch(1)))
+        await asyncio.sleep(0.2)
+        assert not update.done()
+        with pytest.raises(TrainerError, match="the ranks are busy with 'update'"):
+            await doomed.release()
+        os.kill(pids[1], signal.SIGKILL)
+        await update
+
+    with pytest.raises(TrainerLostError, match="update: rank 1 of 2 is gone: ended by SIGKILL"):
+        loop.run(kill_during_update())
+    assert not any(_lives(pid) for pid in pids)
+    with pytest.raises(TrainerLostError, match="release: the trainer is not running: update: rank 1 of 2 is gone"):
+        loop.run(doomed.release())
+    again = loop.run(doomed.start())
+    assert again.version == 1
+    assert loop.run(doomed.update(batch(1, version=1))).version == 2
+
+
+def test_a_rank_that_does_not_answer_ends_the_call_at_its_deadline(loop, trainer):
+    stuck = trainer(limits=TrainerLimits(update_s=0.5))
+    loop.run(stuck.start())
+    pids = stuck.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(TrainerError, match=r"update: no answer to 'update' within 0.5 s \(rank 0, 1 of 2\)"):
+        loop.run(stuck.update(batch(1)))
+    assert not any(_lives(pid) for pid in pids)
+
+
+def test_a_cancelled_call_leaves_no_rank_in_an_unknown_state(loop, trainer):
+    one = trainer(ranks=1)
+    loop.run(one.start())
+    pids = one.pids
+
+    async def cancel_during_update():
+        os.kill(pids[0], signal.SIGSTOP)
+        async with asyncio.timeout(0.2):
+            await one.update(batch(1))
+
+    with pytest.raises(TimeoutError):
+        loop.run(cancel_during_update())
+    assert not any(_lives(pid) for pid in pids)
+
+
+def test_what_a_rank_cannot_do_is_one_line_that_names_it(loop, trainer, model, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(
+        TrainerError, match=r"start: rank 0 of 1: TrainingStateError: no model at .*empty: it has no config"
+    ):
+        loop.run(LocalTrainer(trainer()._group._forks, empty, tmp_path / "x", OPTIONS, ranks=1).start())
+    shutil.copy2(model / "config.json", empty)
+    with pytest.raises(ValueError, match="ranks is 0; training needs at least 1"):
+        trainer(ranks=0)
+
+
+def test_stop_ends_all_ranks_and_may_be_repeated(loop, trainer):
+    one = trainer()
+    loop.run(one.start())
+    pids = one.pids
+    loop.run(one.stop())
+    assert not any(_lives(pid) for pid in pids)
+    loop.run(one.stop())
+    with pytest.raises(TrainerLostError, match="not running: it was stopped"):
+        loop.run(one.update(batch(1)))
+
+
+def _lives(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
