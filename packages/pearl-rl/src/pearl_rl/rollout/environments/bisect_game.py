@@ -24,16 +24,17 @@ from pearl_rl.rollout.environments.tools import run_tests
 TOOL: Final = "run_tests"
 """Name of the tool that a game asks for."""
 
-REPORTS: Final = {"": 0, "and report": 1, "and report all lines": 2}
-"""What the agent may add to its command: the report's length in further lines. Changes r and ΔL, never the reward."""
+REPORTS: Final = {"": 0, "-v": 1, "-v -l --tb long": 2}
+"""Options the agent may add, and how many further lines each reports. They change r and ΔL, never the reward."""
 
-COMMAND: Final = re.compile(r"run tests at commit c(\d{1,4})(?: (and report(?: all lines)?))?", re.ASCII)
+COMMAND: Final = re.compile(r"checkout c(\d{1,4}) then run pytest(?: (-v(?: -l --tb long)?))?", re.ASCII)
 
 TEXT: Final = (
-    "run tests at commit and report all lines : a test that passed before fails . name the first bad commit is after , "
-    "search to left . parent failed found . error expected no such"
+    "checkout then run pytest -v -l --tb long a test that passed before fails at . name the first bad commit is "
+    "after , tests left search to of : parent failed found error : expected command no such"
 )
-"""Every fixed word that a prompt, an observation or a command can hold."""
+"""Every fixed word that a command, a prompt or an observation can hold. Commands share theirs with nothing else, so
+that the form of a command is learned apart from what observations look like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class BisectGame:
         """The tool's argument for this action, or where the action is the agent's mistake, what is wrong with it."""
         command = COMMAND.fullmatch(" ".join(action.split()))
         if command is None:
-            return f"error : expected run tests at commit {commit_name(self._low)}"
+            return "error : expected a command"
         commit = int(command[1])
         if commit >= self._settings.commits:
             return "error : no such commit"
@@ -126,7 +127,7 @@ class BisectGame:
         commit = int(request["commit"])
         name = commit_name(commit)
         lines = " , ".join(f"{module} {'passed' if passed else 'failed'}" for module, passed in report["results"])
-        head = f"tests at {name} : {lines} . parent {'failed' if report['parent_bad'] else 'passed'} ."
+        head = f"tests of {name} : {lines} . parent {'failed' if report['parent_bad'] else 'passed'} ."
         if report["bad"] and not report["parent_bad"]:
             return self._result(f"{head} found first bad commit {name} .", solved=True)
         if report["bad"]:
@@ -156,7 +157,7 @@ class BisectGame:
 
 def command(commit: int, report: str = "") -> str:
     """The action that tests `commit`; `report` is a key of `REPORTS`."""
-    return f"run tests at commit {commit_name(commit)} {report}".strip()
+    return f"checkout {commit_name(commit)} then run pytest {report}".strip()
 
 
 def demonstrations(settings: BisectSettings, seed: int, count: int) -> tuple[Demonstration, ...]:
