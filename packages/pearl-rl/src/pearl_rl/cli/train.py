@@ -80,10 +80,11 @@ def run_in_folder(
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     live = console.is_terminal and not plain
 
+    for line in opening(settings, folder):
+        print(line, file=console.file, flush=True)
+
     async def supervised() -> Outcome:
         with _view(console, settings, live=live) as view:
-            for line in opening(settings, folder):
-                view.on_message(line)
             return await supervise(train, settings, folder, view)
 
     runner = asyncio.Runner()
