@@ -38,14 +38,12 @@ class RemoteError(ChannelError):
 
 
 class Channel(asyncio.Protocol):
-    """One frame connection. Frames with `re` answer a call; all others are notices.
-
-    `on_notice` gets each notice, `on_closed` is called once. Both run inside the event loop and must not block.
-    """
+    """One frame connection. Frames with `re` answer a call; all others are notices, kept until `attach`."""
 
     def __init__(self) -> None:
-        self.on_notice: Callable[[Frame], None] = _ignore
-        self.on_closed: Callable[[], None] = _nothing
+        self._on_notice: Callable[[Frame], None] | None = None
+        self._on_closed: Callable[[], None] | None = None
+        self._backlog: list[Frame] = []
         self.heard_s = 0.0
         """Loop time at which bytes last arrived."""
         self._transport: asyncio.Transport | None = None
@@ -59,6 +57,23 @@ class Channel(asyncio.Protocol):
     def closed(self) -> bool:
         """Whether the other process is gone."""
         return self._closed
+
+    def attach(self, on_notice: Callable[[Frame], None], on_closed: Callable[[], None]) -> None:
+        """Give every notice, also those that came before, to `on_notice`, and the end of the connection to `on_closed`.
+
+        Both are called inside the event loop and must not block; `on_closed` is called once, now if it is over already.
+        Attaching again replaces them.
+        """
+        self._on_notice, self._on_closed = on_notice, on_closed
+        backlog, self._backlog = self._backlog, []
+        for frame in backlog:
+            on_notice(frame)
+        if self._closed:
+            on_closed()
+
+    def detach(self) -> None:
+        """Keep notices again until the next `attach`."""
+        self._on_notice = self._on_closed = None
 
     def notify(self, head: Mapping[str, Any], body: bytes | bytearray = b"") -> None:
         """Send a frame that gets no answer. Raises `ChannelClosedError`."""
@@ -111,8 +126,10 @@ class Channel(asyncio.Protocol):
             return
         for frame in frames:
             number = frame.head.get("re")
-            if number is None:
-                self.on_notice(frame)
+            if number is None and self._on_notice is not None:
+                self._on_notice(frame)
+            elif number is None:
+                self._backlog.append(frame)
             else:
                 future = self._calls.get(number)
                 if future is not None and not future.done():
@@ -130,7 +147,8 @@ class Channel(asyncio.Protocol):
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(ChannelClosedError("the process hung up"))
-        self.on_closed()
+        if self._on_closed is not None:
+            self._on_closed()
 
 
 class Listener:
@@ -174,7 +192,7 @@ class Listener:
         def named(frame: Frame) -> None:
             deadline.cancel()
             self._unnamed.discard(channel)
-            channel.on_notice, channel.on_closed = _ignore, _nothing
+            channel.detach()
             future = self._expected.get(str(frame.head.get("hello")))
             if future is None or future.done():
                 channel.close()
@@ -185,7 +203,7 @@ class Listener:
             deadline.cancel()
             self._unnamed.discard(channel)
 
-        channel.on_notice, channel.on_closed = named, closed
+        channel.attach(named, closed)
         return channel
 
 
@@ -195,11 +213,3 @@ def _private_folder() -> Path:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="pearl-", dir="/tmp"))
-
-
-def _ignore(frame: Frame) -> None:
-    del frame
-
-
-def _nothing() -> None:
-    pass

@@ -176,12 +176,11 @@ class Fleet:
             raise WorkerError(f"worker {worker.id} did not start: {error}") from error
         member = Member(worker.id, worker.incarnation, child, socket, loop.create_future())
         self._members[worker.id] = member
-        child.channel.on_notice = self._on_notice
-        child.channel.on_closed = lambda: self._hung_up(member)
+        child.channel.attach(self._on_notice, lambda: self._hung_up(member))
         try:
             self._check_wanted(member)
             await child.channel.call("describe", timeout_s=self._timeouts.start_s)
-            await asyncio.sleep(max(0.0, began_s + self._recipe.pace.start_s - loop.time()))
+            await asyncio.wait([member.gone], timeout=max(0.0, began_s + self._recipe.pace.start_s - loop.time()))
             self._check_wanted(member)
             member.ready = True
         except ChannelError as error:

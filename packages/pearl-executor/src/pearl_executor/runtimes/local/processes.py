@@ -121,8 +121,7 @@ class ForkServer:
             )
         self._control = await self._await_hello(connected, "the fork server", self._log_folder / "fork_server.log")
         self._ready = asyncio.get_running_loop().create_future()
-        self._control.on_notice = self._noticed
-        self._control.on_closed = self._server_lost
+        self._control.attach(self._noticed, self._server_lost)
 
     async def spawn(
         self,
