@@ -20,12 +20,24 @@ IMPLEMENTATION: Final = "pearl_packed"
 """Name under which transformers knows `packed_attention`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a layer's attention has beside queries, keys and values."""
+
+    scaling: float | None = None
+    """Factor of the scores; None means 1/√dim."""
+    window: int | None = None
+    """A token sees itself and the `window` - 1 tokens before; None means all."""
+    softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap)."""
+    sinks: Tensor | None = None
+    """[heads]: one more score per head that takes probability and gives no value."""
+
+
 class PackedBatch(Protocol):
     """The requests behind one packed row."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
         """Store `key` and `value` [tokens, KV heads, dim], attend. `query` and result: [tokens, heads, dim]."""
         ...
 
@@ -40,16 +52,17 @@ def packed_attention(
     packed_batch: PackedBatch,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: tensors [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
-    if attention_mask is not None or any(
-        options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")
-    ):
-        raise EngineError(f"{type(module).__name__} needs masks, soft caps, sinks or biases that the engine lacks")
+    if attention_mask is not None or options.get("position_bias") is not None:
+        raise EngineError(f"{type(module).__name__} brings its own attention mask or bias, which the engine lacks")
     layer: int = module.layer_idx  # type: ignore[assignment]
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return packed_batch.attend(layer, query, key, value, scaling, sliding_window).unsqueeze(0), None
+    terms = Terms(scaling, sliding_window, softcap, s_aux)
+    return packed_batch.attend(layer, query, key, value, terms).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
@@ -62,11 +75,9 @@ class ShapeProbe:
         self.shapes: dict[int, LayerShape] = {}
         self.dtype = torch.float32
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
         """Note the shapes; the result is zero."""
-        del scaling, window
+        del terms
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
         self.dtype = key.dtype
         return query.new_zeros((*query.shape[:2], value.shape[2]))
@@ -85,34 +96,26 @@ class DecodeBatch:
     """[requests]: tokens of each request."""
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
         """See `PackedBatch`. The query heads of a KV head take the place of query positions: no key is repeated."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        keys.index_copy_(0, self.slots, key)
-        values.index_copy_(0, self.slots, value)
+        keys, values = self.pool.store(layer, self.slots, key, value)
         read = self.read.flatten()
         requests, heads, dim = query.shape
-        grouped = query.reshape(requests, key.shape[1], -1, dim)
-        out = scaled_dot_product_attention(
-            grouped,
+        out = _attend(
+            query.reshape(requests, key.shape[1], -1, dim),
             keys.index_select(0, read).view(*self.read.shape, *keys.shape[1:]).transpose(1, 2),
             values.index_select(0, read).view(*self.read.shape, *values.shape[1:]).transpose(1, 2),
-            attn_mask=self._mask(window, query.dtype),
-            scale=scaling,
+            self._mask(terms.window, query.dtype),
+            terms,
         )
         return out.reshape(requests, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[requests, 1, 1, longest]: 0 where a request's new token may look, -inf elsewhere."""
         if window not in self._masks:
-            position = torch.arange(self.read.shape[1], device=self.read.device)
-            hidden = position >= self.lengths.unsqueeze(1)
-            if window is not None:
-                hidden |= position < self.lengths.unsqueeze(1) - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._masks[window] = mask[:, None, None, :]
+            key = torch.arange(self.read.shape[1], device=self.read.device)
+            newest = self.lengths.unsqueeze(1) - 1
+            self._masks[window] = _causal(newest, key, window, dtype)[:, None, None, :]
         return self._masks[window]
 
 
@@ -124,20 +127,15 @@ class Segment:
     end: int
     read: Tensor
     """[context]: slots of all tokens of the request up to the chunk's last."""
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
-        """[groups · chunk, context]: each token sees itself and what is before it, at most `window` tokens."""
-        if window not in self.masks:
-            chunk, context = self.end - self.begin, len(self.read)
-            key = torch.arange(context, device=self.read.device)
-            query = key[context - chunk :].unsqueeze(1)
-            hidden = key > query
-            if window is not None:
-                hidden |= key <= query - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self.masks[window] = mask.repeat(groups, 1)
-        return self.masks[window]
+        """[groups · chunk, context]: 0 where a token may look, -inf elsewhere; the same for each group."""
+        if window not in self._masks:
+            key = torch.arange(len(self.read), device=self.read.device)
+            query = key[self.begin - self.end :].unsqueeze(1)
+            self._masks[window] = _causal(query, key, window, dtype).repeat(groups, 1)
+        return self._masks[window]
 
 
 @dataclass(slots=True)
@@ -149,36 +147,53 @@ class PrefillBatch:
     """[tokens]: where the tokens' KV goes."""
     segments: Sequence[Segment]
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
         """See `PackedBatch`."""
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        keys.index_copy_(0, self.slots, key)
-        values.index_copy_(0, self.slots, value)
+        keys, values = self.pool.store(layer, self.slots, key, value)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         for segment in self.segments:
             rows = slice(segment.begin, segment.end)
             whole = len(segment.read) == segment.end - segment.begin
             context_keys = key[rows] if whole else keys.index_select(0, segment.read)
             context_values = value[rows] if whole else values.index_select(0, segment.read)
-            out[rows] = _attend_chunk(query[rows], context_keys, context_values, segment, scaling, window)
+            out[rows] = _attend_chunk(query[rows], context_keys, context_values, segment, terms)
         return out
 
 
-def _attend_chunk(
-    query: Tensor, key: Tensor, value: Tensor, segment: Segment, scaling: float | None, window: int | None
-) -> Tensor:
+def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, segment: Segment, terms: Terms) -> Tensor:
     """[chunk, heads, dim] over [context, KV heads, dim]: query heads of a KV head are stacked as further rows."""
     chunk, heads, dim = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
-    stacked = query.transpose(0, 1).reshape(1, kv_heads, groups * chunk, dim)
-    out = scaled_dot_product_attention(
-        stacked,
+    out = _attend(
+        query.transpose(0, 1).reshape(1, kv_heads, groups * chunk, dim),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
-        attn_mask=segment.mask(window, query.dtype, groups),
-        scale=scaling,
+        segment.mask(terms.window, query.dtype, groups),
+        terms,
     )
     return out.view(heads, chunk, -1).transpose(0, 1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, terms: Terms) -> Tensor:
+    """[batch, KV heads, rows, dim] over [batch, KV heads, context, dim]; rows are group-major (group, position)."""
+    if terms.softcap is None and terms.sinks is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=terms.scaling)
+    scores = query @ key.transpose(2, 3) * (terms.scaling or query.shape[-1] ** -0.5)
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    scores = scores + mask
+    context = scores.shape[-1]
+    if terms.sinks is not None:
+        by_group = terms.sinks.view(query.shape[1], -1)
+        by_row = by_group.repeat_interleave(query.shape[2] // by_group.shape[1], dim=1)
+        scores = torch.cat([scores, by_row[None, :, :, None].expand(len(scores), -1, -1, 1)], dim=-1)
+    return scores.float().softmax(-1)[..., :context].to(value.dtype) @ value
+
+
+def _causal(query: Tensor, key: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[queries, keys]: 0 where position `query` [queries, 1] sees position `key` [keys], -inf elsewhere."""
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -35,7 +35,7 @@ from pearl_executor.engines.torch.sequence import Sequence as Request
 from pearl_executor.pacing import Pace
 from pearl_executor.ports import Finish, GenerateRequest, GenerateResult, MemoryReport, TokenChunk
 from pearl_state.roles import Role
-from pearl_state.samples import EngineSamples, TransferSample
+from pearl_state.samples import EngineSamples
 
 __all__ = ["Engine", "EngineLimits", "KvBlob", "Phase", "StepOutput"]
 
@@ -103,11 +103,6 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to report."""
         return bool(self._aborted) or not self._scheduler.idle
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K of the paper: KV-cache bytes per token."""
-        return self._pool.layout.bytes_per_token
 
     # Requests
 
@@ -299,12 +294,11 @@ class Engine:
 
     # Measurements
 
-    def count_transfer(self, sample_: TransferSample) -> None:
-        """Add a KV hand-over that the host measured to the samples."""
-        self._meter.count_transfer(sample_)
-
     def take_samples(self) -> EngineSamples:
-        """What was measured since the last call. Durations are those on the emulated device."""
+        """What was measured since the last call. Durations are those on the emulated device, phase switches excluded.
+
+        `transfer` is empty: whoever moves KV measures that.
+        """
         scheduler = self._scheduler
         return self._meter.take(
             self._role,

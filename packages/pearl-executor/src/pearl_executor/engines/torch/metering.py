@@ -3,7 +3,7 @@
 from collections import deque
 
 from pearl_state.roles import Role
-from pearl_state.samples import DecodeSample, EngineSamples, PrefillSample, TransferSample
+from pearl_state.samples import DecodeSample, EngineSamples, PrefillSample
 
 _KEPT = 4096
 """Samples kept for a host that never asks."""
@@ -15,7 +15,6 @@ class Meter:
     def __init__(self) -> None:
         self._decode: deque[DecodeSample] = deque(maxlen=_KEPT)
         self._prefill: deque[PrefillSample] = deque(maxlen=_KEPT)
-        self._transfer: deque[TransferSample] = deque(maxlen=_KEPT)
         self._consecutive = False
         self.prefill_tokens = 0
         self.cached_tokens = 0
@@ -38,17 +37,12 @@ class Meter:
         self._decode.append(DecodeSample(sequences, iterations, duration_s))
         self._consecutive = True
 
-    def count_transfer(self, sample: TransferSample) -> None:
-        """A hand-over, as the host measured it."""
-        self._transfer.append(sample)
-
     def take(self, role: Role, *, running: int, waiting: int, used: int, capacity: int) -> EngineSamples:
-        """The samples since the last call, and all counters."""
+        """The samples since the last call, and all counters. Hand-overs are not the engine's to measure."""
         samples = EngineSamples(
             role=role,
             decode=tuple(self._decode),
             prefill=tuple(self._prefill),
-            transfer=tuple(self._transfer),
             prefill_tokens=self.prefill_tokens,
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
@@ -60,5 +54,4 @@ class Meter:
         )
         self._decode.clear()
         self._prefill.clear()
-        self._transfer.clear()
         return samples

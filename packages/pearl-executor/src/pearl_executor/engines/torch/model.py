@@ -1,17 +1,16 @@
 """The network on its device: built from a Hugging Face folder, run on packed batches, emptied and filled again."""
 
-import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
-from pearl_executor.engines.torch.attention import IMPLEMENTATION, PackedBatch, ShapeProbe
+from pearl_executor.engines.torch.attention import IMPLEMENTATION, PackedBatch, PrefillBatch, Segment, ShapeProbe
 from pearl_executor.engines.torch.contract import EngineError, WeightsRefusedError
-from pearl_executor.engines.torch.pool import KvLayout
+from pearl_executor.engines.torch.pool import KvLayout, KvPool
 from pearl_executor.engines.torch.weights import read_snapshot
 
 
@@ -19,17 +18,20 @@ class Model:
     """A causal LM for inference. Float32 on the CPU, the checkpoint's own type elsewhere."""
 
     def __init__(self, folder: Path, device: torch.device, seed: int) -> None:
-        if not (folder / "config.json").is_file():
-            raise EngineError(f"no model at {folder}: it has no config.json")
+        """Build it, and prove on two short prompts that packed attention gives the network's own logits.
+
+        Raises `EngineError` for a folder without a model, and for a network that the engine cannot serve.
+        """
         self.device = device
         self._network = _build(folder, device, seed)
-        if not getattr(self._network, "_supports_attention_backend", False):
-            raise EngineError(f"{type(self._network).__name__} does not let its attention be replaced")
         self._shapes = [parameter.shape for parameter in self._network.parameters()]
-        self.max_position: int | None = getattr(self._network.config, "max_position_embeddings", None)
-        self.vocabulary: int = self._network.config.vocab_size
+        config = self._network.config.get_text_config()
+        self.vocabulary: int = self._network.get_input_embeddings().num_embeddings
         """Token ids are below this."""
+        self.max_position: int | None = getattr(config, "max_position_embeddings", None)
+        """Tokens that positions exist for; None where unknown."""
         self.layout = self._probe()
+        self._prove()
 
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor, batch: PackedBatch) -> Tensor:
         """Run one packed row of `tokens` [tokens]. Returns logits of the `wanted` row indices, [wanted, vocabulary]."""
@@ -41,8 +43,7 @@ class Model:
                 logits_to_keep=wanted,
                 packed_batch=batch,
             )
-        logits: Tensor = output.logits[0]
-        return logits
+        return cast("Tensor", output.logits[0])
 
     def load(self, path: Path, checksum: str | None) -> None:
         """Replace all weights by a snapshot's. One that does not fit changes nothing (`WeightsRefusedError`)."""
@@ -58,6 +59,8 @@ class Model:
                 raise WeightsRefusedError(
                     f"weights at {path} do not fit: {name} is {tuple(tensor.shape)}, needed {tuple(own[name].shape)}"
                 )
+            if not bool(tensor.isfinite().all()):
+                raise WeightsRefusedError(f"weights at {path} are broken: {name} has values that are not finite")
         with torch.no_grad():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
@@ -81,28 +84,71 @@ class Model:
         probe = ShapeProbe()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.logits(zero, zero, zero, probe)
-        if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
+        if not probe.shapes or sorted(probe.shapes) != list(range(len(probe.shapes))):
             raise EngineError(
                 f"{type(self._network).__name__}: attention in layers {sorted(probe.shapes)} only;"
                 " the engine serves models whose layers all attend"
             )
         return KvLayout(tuple(probe.shapes[i] for i in sorted(probe.shapes)), probe.dtype)
 
+    def _prove(self) -> None:
+        """Compare two packed prompts with the same prompts run alone through the network's own attention.
+
+        Finds networks that ignore positions, or carry state between tokens by other means than attention.
+        """
+        tokens = (torch.arange(8, device=self.device) * 7 + 3) % self.vocabulary
+        positions = tokens.new_tensor([0, 1, 2, 0, 1, 2, 3, 4])
+        slots = torch.arange(1, 9, device=self.device)
+        pool = KvPool(self.layout, 8, 1, 1, self.device)
+        segments = [Segment(0, 3, slots[:3]), Segment(3, 8, slots[3:])]
+        packed = self.logits(tokens, positions, positions.new_tensor([2, 7]), PrefillBatch(pool, slots, segments))
+        self._network.set_attn_implementation("eager")
+        with torch.inference_mode():
+            alone = [
+                self._network(input_ids=tokens[segment.begin : segment.end].unsqueeze(0), use_cache=False).logits[0, -1]
+                for segment in segments
+            ]
+        self._network.set_attn_implementation(IMPLEMENTATION)
+        expected = torch.stack(alone).float()
+        difference = float((packed.float() - expected).norm() / expected.norm().clamp(min=1e-30))
+        # Low precision may send a token to another expert; what is looked for here is far larger.
+        if not difference <= (1e-3 if self.layout.dtype == torch.float32 else 0.25):
+            raise EngineError(
+                f"{type(self._network).__name__}: packed logits differ from the network's own by {difference:.2g} of"
+                " their norm; the engine cannot serve this architecture"
+            )
+
 
 def _build(folder: Path, device: torch.device, seed: int) -> Any:
     """The network with the folder's weights, or with random ones of `seed` where it has none."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"no model at {folder}: it has no config.json")
     config = AutoConfig.from_pretrained(folder)
     dtype = torch.float32 if device.type == "cpu" else (config.dtype or torch.bfloat16)
-    if any(folder.glob("*.safetensors")):
-        transformers.utils.logging.disable_progress_bar()
-        network, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=IMPLEMENTATION, output_loading_info=True
-        )
-        if missing := sorted(report["missing_keys"]):
-            raise WeightsRefusedError(f"weights in {folder} lack {missing[:3]}")
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    try:
+        if any(folder.glob("*.safetensors")):
+            network = _with_weights(folder, dtype)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                network = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    except KeyError as error:
+        if error.args != (IMPLEMENTATION,):
+            raise
+        raise EngineError(f"{config.model_type} models do not let their attention be replaced") from error
+    if not getattr(network, "_supports_attention_backend", False):
+        raise EngineError(f"{config.model_type} models do not let their attention be replaced")
     return network.to(device).eval().requires_grad_(False)
+
+
+def _with_weights(folder: Path, dtype: torch.dtype) -> Any:
+    transformers_logging.disable_progress_bar()
+    network, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=IMPLEMENTATION, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise WeightsRefusedError(f"weights in {folder} lack {missing[:3]}")
+    for parameter in network.parameters():
+        # Loaded tensors may be views of the mapped file, which others may replace or shorten.
+        parameter.data = parameter.data.clone()
+    return network

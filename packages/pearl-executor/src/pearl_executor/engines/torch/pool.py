@@ -36,11 +36,6 @@ class KvLayout:
         """The type's name, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
-    @property
-    def bytes_per_token(self) -> int:
-        """K of the paper: KV-cache bytes per token."""
-        return sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in self.layers) * self.dtype.itemsize
-
 
 class KvPool:
     """Slots for `tokens` tokens, and a slot table of `rows` rows of `row_tokens` tokens."""
@@ -104,6 +99,13 @@ class KvPool:
     def give_row_back(self, row: int) -> None:
         """Disown a row."""
         self._free_rows.append(row)
+
+    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the KV of new tokens [tokens, heads, dim] into their slots. Returns the layer's whole pools."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
+        return keys, values
 
     def indices(self, numbers: Sequence[int]) -> Tensor:
         """Slot or row numbers as an index tensor on the device."""

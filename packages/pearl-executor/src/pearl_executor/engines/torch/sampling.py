@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pearl_executor.engines.torch.contract import EngineError
 from pearl_executor.ports import Sampling
 
 _MASK = (1 << 64) - 1
@@ -44,7 +43,9 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[flo
         tokens[rows] = _invert(_nucleus(logprobs[rows].double().exp(), top_p), points)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
     if not all(map(math.isfinite, chosen)):
-        raise EngineError(f"the model's logits are not finite (log-probabilities {chosen[:4]}): its weights are broken")
+        raise FloatingPointError(
+            f"the model's logits are not finite (log-probabilities {chosen[:4]}): broken weights, or too narrow a type"
+        )
     return tokens.tolist(), chosen
 
 

@@ -7,7 +7,7 @@ from typing import Self
 from pearl_executor.engines.torch.blob import KvBlob
 from pearl_executor.engines.torch.sampling import uniform
 from pearl_executor.ports import Finish, GenerateRequest, GenerateResult
-from pearl_state.trajectory import WeightSpan, merge_spans
+from pearl_state.trajectory import WeightSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,10 @@ class Sequence:
         """Add a generated token. Returns why the request is over, if it is."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.spans[-1:] = merge_spans([*self.spans[-1:], WeightSpan(version, 1)])
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = WeightSpan(version, self.spans[-1].tokens + 1)
+        else:
+            self.spans.append(WeightSpan(version, 1))
         if token in self.request.sampling.stop_token_ids:
             return Finish.STOP
         return Finish.LENGTH if self.remaining == 0 else None
@@ -93,7 +96,8 @@ class Sequence:
 
     def prefill_done(self, now_s: float) -> None:
         """Its first token is there."""
-        self.prefill_s = now_s - (self.started_s or now_s)
+        assert self.started_s is not None
+        self.prefill_s = now_s - self.started_s
         self.decoding_s = now_s
 
     def result(self, finish: Finish, now_s: float) -> GenerateResult:
@@ -105,7 +109,7 @@ class Sequence:
             logprobs=tuple(self.logprobs),
             spans=tuple(self.spans),
             cached_tokens=self.cached_tokens,
-            queue_s=self.queue_s,
+            queue_s=self.queue_s if self.started_s is not None else self.queue_s + now_s - self.added_s,
             prefill_s=self.prefill_s,
             decode_s=now_s - self.decoding_s if self.decoding_s is not None else 0.0,
         )
