@@ -82,7 +82,7 @@ def test_reading_settings_imports_no_engine_and_no_terminal():
 def test_limits_pace_and_planner_knobs_are_named_as_the_parts_that_take_them_name_them():
     names = {key: {field.name for field in fields(part)} for key, part in PARTS.items()}
     assert set(ExecutorLimitSettings.model_fields) == names["limits"]
-    assert set(DeviceSettings.model_fields) - {"paced", "update_s"} == names["pace"]
+    assert set(DeviceSettings.model_fields) - {"paced", "training_update_s"} == names["pace"]
     assert {"ratio_threshold", "mode_threshold", "prefill_load_limit", "kv_headroom", "model"} <= names["decide"]
     assert {"flip_s", "relaunch_s", "new_worker_s"} <= names["costs"]
     assert {

@@ -36,7 +36,7 @@ class TinyModelSettings(Section):
     head_dim: int = Field(ge=2, le=1_024, multiple_of=2, description="width of one attention head; even")
     intermediate_size: int = Field(ge=8, le=1_000_000, description="width of the gated feed-forward layer")
     warm_up_steps: int = Field(ge=0, description="supervised updates on valid syntax before training; 0 for none")
-    warm_up_examples: int = Field(ge=1, le=1_000_000, description="demonstrations that the warm-up copies")
+    warm_up_demonstrations: int = Field(ge=1, le=1_000_000, description="transcripts that the warm-up copies")
     warm_up_batch: int = Field(ge=1, le=100_000, description="demonstrations of one warm-up update")
     warm_up_learning_rate: float = Field(gt=0, le=1, description="learning rate of the warm-up")
     warm_up_observation_weight: float = Field(

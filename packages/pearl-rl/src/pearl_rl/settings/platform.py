@@ -68,7 +68,7 @@ class DeviceSettings(Section):
     release_s: float = Field(ge=0, description="least time of giving device memory back, seconds")
     switch_s: float = Field(ge=0, description="least time of changing a worker's role, seconds")
     load_s: float = Field(ge=0, description="least time of loading a weight snapshot, seconds")
-    update_s: float = Field(ge=0, description="least time of one training update, seconds")
+    training_update_s: float = Field(ge=0, description="least time of one training update, seconds")
 
 
 class PlannerSettings(Section):
