@@ -135,6 +135,8 @@ class Bench:
         self.events: list[Event] = []
         self.published: list[WeightSnapshot] = []
         self.trajectories: list[tuple[Trajectory, int]] = []
+        self.checkpoints: list[tuple[int, int]] = []
+        self.checkpoint_s = 0.0
         self.grant_s = grant_s
         self.settings = PipelineSettings(**{"steps": 4, "groups_per_step": 2, "group_size": 4, "seed": 3, **of})
         self.position: Position | None = None
@@ -164,10 +166,15 @@ class Bench:
             post=self.post,
             tracker=self.tracker,
             observer=self.recorder,
+            checkpoint=self.checkpoint,
             on_trajectory=lambda trajectory, step: self.trajectories.append((trajectory, step)),
             position=self.position,
         )
         return await self.pipeline.run()
+
+    async def checkpoint(self, step: int) -> None:
+        self.checkpoints.append((step, len(self.of(TrainingFinished))))
+        await asyncio.sleep(self.checkpoint_s)
 
     def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -614,6 +621,19 @@ def test_cancellation_at_any_time_leaves_nothing_running(at_s: float) -> None:
         bench.assert_nothing_left()
         counts = bench.pipeline.counts
         assert (counts.in_flight, counts.lost) == (0, 0)
+
+    run_virtual(main())
+
+
+def test_checkpoints_are_written_while_training_holds_its_gpus_and_rollout_goes_on() -> None:
+    async def main() -> None:
+        bench = Bench(steps=3, max_staleness=0)
+        bench.checkpoint_s = 5.0
+        await bench.run()
+        assert bench.checkpoints == [(1, 0), (2, 1), (3, 2)]
+        published = [e.now_s for e in bench.of(WeightsPublished)]
+        assert [e.now_s for e in bench.of(TrainingFinished)] == [pytest.approx(t + 5.0) for t in published]
+        assert [e.now_s for e in bench.of(RolloutBegan)][1:] == published[:-1]
 
     run_virtual(main())
 

@@ -1194,6 +1194,71 @@ def test_a_parked_worker_keeps_its_prefixes_and_a_restarted_one_does_not() -> No
     assert run_virtual(main(True)) == 0
 
 
+def test_new_weights_and_a_new_role_void_the_cached_prefixes() -> None:
+    """radixark/miles#2782: the prefix cache served KV of weights that were 17 updates old."""
+
+    async def main() -> None:
+        router = Router(FakeGeneration())
+        table = serving_table([C, C, C])
+        router.apply(table)
+        router.begin(TrajectoryId("t00000000"))
+        home = (await router.generate(call())).worker
+        assert router.worker_loads()[home].cached_tokens == len(PROMPT)
+        table = table.publish(1).report(home, 1)
+        router.apply(table)
+        assert router.worker_loads()[home].cached_tokens == 0
+        await router.generate(call(0, 1))
+        assert router.worker_loads()[home].cached_tokens == len(PROMPT)
+        table = withdraw(table, [home])
+        router.apply(table)
+        table = table.move([home], Lifecycle.SWITCHING).set_roles({home: D})
+        router.apply(table)
+        assert home not in router.worker_loads()
+
+    run_virtual(main())
+
+
+def test_a_restarted_worker_is_another_one_than_the_one_that_was_lost() -> None:
+    """radixark/miles#692: the same address, registered again, stayed among the dead."""
+
+    async def main() -> None:
+        port = FakeGeneration()
+        router = Router(port)
+        table = serving_table([C, C])
+        router.apply(table)
+        running = asyncio.create_task(router.generate(call()))
+        await asyncio.sleep(0.1)
+        port.lose(0, WorkerLostError("gone"))
+        await running
+        # Still active by the table, and yet it gets nothing.
+        await asyncio.gather(*(router.generate(call(i)) for i in range(4)))
+        assert set(served(port)[1:]) == {(1,)}
+        table = withdraw(withdraw(table, [0], Lifecycle.FAILED), [0], Lifecycle.VACANT)
+        router.apply(table)
+        router.apply(admit(table, [0]))
+        assert router.table.rows[WorkerId(0)].incarnation == 2
+        await asyncio.gather(*(router.generate(call(i)) for i in range(4)))
+        assert served(port)[-4:].count((0,)) == 2
+
+    run_virtual(main())
+
+
+def test_a_thousand_calls_at_once_never_stall_in_the_router() -> None:
+    """prime-rl#3211: 768 + 500 calls over 4 replicas timed out in the router while the engines idled."""
+
+    async def main() -> None:
+        port = FakeGeneration(prefill_s=1.0, token_s=1.0)
+        router = Router(port, RouterLimits(stall_s=30.0))
+        router.apply(serving_table([C] * 4))
+        await asyncio.gather(*(router.generate(call(i, tokens=3)) for i in range(1268)))
+        assert all(record.at_s == 0.0 for record in port.requests)
+        assert {served(port).count((i,)) for i in range(4)} == {317}
+        assert asyncio.get_running_loop().time() == pytest.approx(4.0)
+        assert (router.statistics.stalled, router.statistics.waits) == (0, 0)
+
+    run_virtual(main())
+
+
 def test_borrowed_workers_are_noticed_over_an_interval() -> None:
     async def main() -> None:
         router = Router(FakeGeneration())

@@ -7,7 +7,7 @@ publishes the new weights, and says that it is done; the Elastic Scheduler hears
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from pearl_executor.ports import WeightSnapshot
@@ -80,17 +80,19 @@ class PipelineScheduler:
         agent: Agent,
         tasks: TaskSource,
         trainer: Trainer,
-        publish: Callable[[WeightSnapshot], None],
+        publish: Callable[[WeightSnapshot], Awaitable[None] | None],
         gate: TrainingGate,
         post: Callable[[Event], None],
         tracker: RolloutTracker,
         observer: Observer | None = None,
+        checkpoint: Callable[[int], Awaitable[None]] | None = None,
         on_trajectory: Callable[[Trajectory, int], None] = lambda _trajectory, _step: None,
         predicted_s: Callable[[], float | None] = lambda: None,
         position: Position | None = None,
     ) -> None:
-        """`publish` makes a snapshot what workers fetch; `on_trajectory` gets each trajectory with the step it was
-        rolled out in; `predicted_s` is asked, when a batch is complete, which makespan was predicted for it.
+        """`publish` makes a snapshot what workers fetch. `checkpoint` is given each completed step while training still
+        holds its GPUs, and bounds itself. `on_trajectory` gets each trajectory with the step it was rolled out in.
+        `predicted_s` is asked, when a batch is complete, which makespan was predicted for it.
         """
         self._settings = settings
         self._router = router
@@ -100,6 +102,7 @@ class PipelineScheduler:
         self._post = post
         self._tracker = tracker
         self._observer: Observer = SilentObserver() if observer is None else observer
+        self._checkpoint = checkpoint
         self._on_trajectory = on_trajectory
         self._predicted_s = predicted_s
         self._version = trainer.version
@@ -299,13 +302,15 @@ class PipelineScheduler:
                 f"step {batch.step}: the update made version {update.version}, not newer than {self._version}"
             )
         duration_s = update.duration_s or self._now_s() - began_s
-        self._publish(update.snapshot)
-        now_s = self._now_s()
-        self._post(WeightsPublished(now_s=now_s, version=update.version))
-        self._post(TrainingFinished(now_s=now_s, weight_version=update.version, duration_s=duration_s))
+        if (publication := self._publish(update.snapshot)) is not None:
+            await publication
+        self._post(WeightsPublished(now_s=self._now_s(), version=update.version))
         self._version = update.version
-        self._record(batch, samples, update, duration_s, waited_s)
         self._wake()
+        if self._checkpoint is not None:
+            await self._checkpoint(batch.step)
+        self._post(TrainingFinished(now_s=self._now_s(), weight_version=update.version, duration_s=duration_s))
+        self._record(batch, samples, update, duration_s, waited_s)
 
     async def _granted(self, batch: _Batch) -> float:
         """Wait for the training GPUs. Returns how long it took since they were asked for, seconds."""

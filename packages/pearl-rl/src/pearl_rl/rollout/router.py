@@ -261,7 +261,7 @@ class Router:
                 self._wake()
         if attempt.route.prefill is None and result.spans and result.spans[-1].version > decode.version:
             # It loaded newer weights than its row says yet; calls that need them may go there now.
-            decode.version = result.spans[-1].version
+            decode.renew(result.spans[-1].version)
             self._wake()
         if not attempt.received:
             self._meter.credit_decoding(result.decode_s)

@@ -91,6 +91,13 @@ class Slot:
         """Forget a trajectory's prefix."""
         self.home_tokens -= self.homes.pop(trajectory, 0)
 
+    def renew(self, version: int) -> None:
+        """It holds weights of `version` now; what its prefix cache held was of older ones and is void."""
+        if version > self.version:
+            self.version = version
+            self.homes = dict.fromkeys(self.homes, 0)
+            self.home_tokens = 0
+
     def succeeded(self) -> None:
         """A request ended well: trust this worker again."""
         self.failures = 0
@@ -187,8 +194,8 @@ class ServingSet:
                 and row.gpus == old.gpus
             ):
                 slot.worker = row
-                if row.weight_version is not None and row.weight_version > slot.version:
-                    slot.version = row.weight_version
+                if row.weight_version is not None:
+                    slot.renew(row.weight_version)
                 return slot
             self._close(id_, closed)
         if row.lifecycle is not Lifecycle.ACTIVE:
