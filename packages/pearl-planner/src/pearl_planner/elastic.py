@@ -126,6 +126,7 @@ def initial_state(
     platform: PlatformProfile,
     training_gpus: int,
     weight_version: int = 0,
+    toggle_costs: ToggleCosts | None = None,
 ) -> ElasticState:
     """The state before anything happened: training holds its GPUs, and overlap slots wait over them.
 
@@ -157,4 +158,5 @@ def initial_state(
         table=table,
         workload=workload,
         platform=platform,
+        toggle_costs=toggle_costs or ToggleCosts(),
     )

@@ -6,7 +6,7 @@ kill the last line may be torn, which `read_lines` skips and `LineFile` repairs 
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -96,11 +96,14 @@ class RunFolder:
         trigger: str,
         plan: TransitionPlan | None = None,
         borrowed: bool = False,
+        gate: Mapping[str, float] | None = None,
     ) -> int:
-        """Keep a decision. Returns its number in the file, for `record_measured`."""
+        """Keep a decision; `gate` are the terms of eq. (7) where it is about borrowing. Returns its number in the file,
+        for `record_measured`.
+        """
         number = self._decision_count
         self._decision_count += 1
-        line = {"number": number, "now_s": now_s, "trigger": trigger, "borrowed": borrowed, "plan": plan}
+        line = {"number": number, "now_s": now_s, "trigger": trigger, "borrowed": borrowed, "gate": gate, "plan": plan}
         self._decisions.append({**line, "decision": decision})
         return number
 

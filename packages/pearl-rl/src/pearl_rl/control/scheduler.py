@@ -6,9 +6,8 @@ from typing import Protocol
 
 from pearl_planner.elastic import ElasticState
 from pearl_planner.step import step
-from pearl_state.effects import CancelGroup, Effect, GrantTraining, PrepareGroup, RecordDecision, ReturnGpus
+from pearl_state.effects import Effect, GrantTraining, RecordDecision, ReturnGpus
 from pearl_state.events import Event
-from pearl_state.plan import PlanId
 from pearl_state.table import WorkerTable
 from pearl_state.worker import GpuId, WorkerId
 
@@ -67,7 +66,6 @@ class ElasticScheduler:
         self._returned = returned
         self._on_step = on_step
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
-        self._groups: dict[PlanId, asyncio.Task[None]] = {}
 
     def post(self, event: Event) -> None:
         """Hand an event in; it is handled after those before it."""
@@ -98,14 +96,7 @@ class ElasticScheduler:
                 self._returned(effect.gpus)
             case RecordDecision():
                 pass  # for whoever watches `on_step`
-            case CancelGroup():
-                if (task := self._groups.get(effect.plan_id)) is not None:
-                    task.cancel()
             case _:
                 task = tasks.create_task(self._executor.run(effect, self.post))
                 running.add(task)
                 task.add_done_callback(running.discard)
-                if isinstance(effect, PrepareGroup):
-                    plan_id = effect.plan_id
-                    self._groups[plan_id] = task
-                    task.add_done_callback(lambda _task: self._groups.pop(plan_id, None))

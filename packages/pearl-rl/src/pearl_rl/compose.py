@@ -1,0 +1,309 @@
+"""The composition root of a training run: builds all parts from settings, runs them, and takes them down again."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pearl_executor.engines.torch.contract import EngineLimits
+from pearl_executor.execution import ElasticExecutor
+from pearl_executor.ports import WeightSnapshot
+from pearl_executor.runtimes.local.hosting import torch_recipe
+from pearl_executor.runtimes.local.processes import ForkServer
+from pearl_executor.runtimes.local.runtime import LocalRuntime
+from pearl_executor.weights import WeightStore
+from pearl_planner.elastic import ElasticState, initial_state
+from pearl_rl import parts
+from pearl_rl.control.recorder import Recorder
+from pearl_rl.control.refit import Refit
+from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.observer import Observer, StepRecord
+from pearl_rl.rollout.agent import TextAgent
+from pearl_rl.rollout.environments.protocol import EnvironmentSuite
+from pearl_rl.rollout.environments.suites import make_suite
+from pearl_rl.rollout.pipeline import PipelineScheduler
+from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.tokenizer import TextTokenizer, build_word_tokenizer
+from pearl_rl.rollout.training_gate import TrainingGate
+from pearl_rl.run_folder import RunFolder
+from pearl_rl.settings import Settings
+from pearl_rl.summary import TrainSummary
+from pearl_rl.training.batch import TrainBatch
+from pearl_rl.training.build import build_in_child
+from pearl_rl.training.process import PRELOAD, LocalTrainer
+from pearl_rl.training.tiny_model import TinyShape, WarmUp, encode_demonstrations
+from pearl_state.configuration import Configuration
+from pearl_state.events import WorkerFailed
+from pearl_state.trajectory import Trajectory
+from pearl_state.worker import Worker, WorkerId
+
+_FIRST_STEPS = 10
+
+
+async def train(settings: Settings, folder: RunFolder, observer: Observer) -> TrainSummary:
+    """Run the job that `settings` describe to its end.
+
+    Cancelled, it stops in order and returns what it has. Nothing of it is left running, however it ends.
+    """
+    run = _Run(settings, folder, observer)
+    async with AsyncExitStack() as stack:
+        await run.build(stack)
+        await run.run()
+    return run.summary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An update as the pipeline takes it."""
+
+    version: int
+    snapshot: WeightSnapshot
+    metrics: dict[str, float]
+    duration_s: float
+
+
+class _Trainer:
+    """The local trainer as the pipeline's `Trainer` port."""
+
+    def __init__(self, trainer: LocalTrainer, settings: Settings) -> None:
+        self._trainer = trainer
+        self._baseline = trainer.options.loss.baseline
+        self._max_staleness = settings.train.max_staleness_versions
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version
+
+    async def update(self, trajectories: Sequence[Trajectory]) -> _Update:
+        batch = TrainBatch.build(trajectories, self._trainer.version, self._baseline, self._max_staleness)
+        result = await self._trainer.update(batch)
+        metrics = asdict(result.metrics)
+        metrics["clipped_fraction"] = metrics.pop("limited_fraction")
+        return _Update(result.version, result.snapshot, metrics, result.duration_s)
+
+
+class _Checkpoints:
+    """Observer that passes everything on and keeps a checkpoint every few steps."""
+
+    def __init__(self, inner: Observer, folder: RunFolder) -> None:
+        self._inner = inner
+        self._folder = folder
+        self.rewards: list[float] = []
+        self.tokens = 0
+
+    def on_step(self, record: StepRecord) -> None:
+        self._folder.record_step(record)
+        self.rewards.append(record.reward_mean)
+        self.tokens += record.generated_tokens + record.trained_tokens
+        self._inner.on_step(record)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Run:
+    """One run's parts."""
+
+    def __init__(self, settings: Settings, folder: RunFolder, observer: Observer) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._observer = _Checkpoints(observer, folder)
+
+    async def build(self, stack: AsyncExitStack) -> None:
+        """Start the processes and wire the parts. What was started is stopped by `stack`, in reverse order."""
+        settings, folder = self._settings, self._folder
+        loop = asyncio.get_running_loop()
+        self._began_s = loop.time()
+        suite = make_suite(settings.environment.name, settings.environment.args)
+        model_dir = folder.path / "model" if settings.model.path == "tiny" else Path(settings.model.path)
+        engine = EngineLimits(
+            max_running=settings.engine.max_running,
+            kv_tokens=settings.engine.kv_tokens,
+            prefill_chunk_tokens=settings.engine.prefill_chunk_tokens,
+            max_context_tokens=settings.model.max_context_tokens,
+        )
+        recipe = torch_recipe(model_dir, engine, parts.pace(settings), seed=settings.run.seed, weight_version=0)
+        forks = await stack.enter_async_context(
+            ForkServer(folder.path / "workers", preload=(*recipe.preload, *PRELOAD))
+        )
+        await suite.start()
+        stack.push_async_callback(suite.close)
+        tokenizer = await self._model(forks, suite, model_dir)
+        self._trainer = LocalTrainer(
+            forks,
+            model_dir,
+            folder.path / "trainer",
+            parts.trainer_options(settings),
+            ranks=settings.cluster.training_gpus,
+            update_s=settings.device.training_update_s if settings.device.paced else 0.0,
+            limits=parts.trainer_limits(settings),
+        )
+        stack.push_async_callback(self._trainer.stop)
+        first = await self._trainer.start()
+        self._weights = WeightStore(folder.weights)
+        self._publish(first)
+        runtime = LocalRuntime(recipe, forks=forks, timeouts=parts.timeouts(settings), on_lost=self._on_lost)
+        await stack.enter_async_context(runtime)
+        self._wire(runtime, suite, tokenizer, model_dir)
+        self._source = parts.availability(settings)
+
+    async def _model(self, forks: ForkServer, suite: EnvironmentSuite, model_dir: Path) -> TextTokenizer:
+        """The tokenizer of the model; a tiny model is built first, from scratch."""
+        settings = self._settings
+        if settings.model.path != "tiny":
+            return TextTokenizer(model_dir)
+        tokenizer = build_word_tokenizer(suite.vocabulary(), model_dir)
+        tiny = settings.model.tiny
+        shape = TinyShape(
+            vocabulary_size=tokenizer.vocabulary_size,
+            hidden_size=tiny.hidden_size,
+            layers=tiny.layers,
+            heads=tiny.heads,
+            kv_heads=tiny.kv_heads,
+            head_dim=tiny.head_dim,
+            intermediate_size=tiny.intermediate_size,
+            max_context_tokens=settings.model.max_context_tokens,
+            stop_token_id=tokenizer.stop_token_ids[0],
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        seed = settings.run.seed
+        warm_up = None
+        if tiny.warm_up_steps:
+            shown = suite.demonstrations(seed, tiny.warm_up_demonstrations)
+            warm_up = WarmUp(
+                examples=encode_demonstrations(tokenizer, shown),
+                steps=tiny.warm_up_steps,
+                batch=tiny.warm_up_batch,
+                learning_rate=tiny.warm_up_learning_rate,
+                observation_weight=tiny.warm_up_observation_weight,
+            )
+        parameters = await build_in_child(forks, model_dir, shape, seed, warm_up)
+        self._observer.on_message(f"built a Qwen3 model of {parameters:,} parameters from scratch")
+        return tokenizer
+
+    def _wire(self, runtime: LocalRuntime, suite: EnvironmentSuite, tokenizer: TextTokenizer, model_dir: Path) -> None:
+        """Connect control loop, executors, rollout and training."""
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        self._router = Router(runtime, parts.router_limits(settings), on_fault=self._on_fault)
+        gate = TrainingGate()
+        prior = parts.prior_platform(settings, config)
+        state = initial_state(
+            settings=parts.elastic_settings(settings),
+            workload=parts.prior_workload(settings),
+            platform=prior,
+            training_gpus=settings.cluster.training_gpus,
+            weight_version=self._trainer.version,
+            toggle_costs=parts.toggle_costs(settings),
+        )
+        self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time)
+        executor = ElasticExecutor(runtime, self._trainer, self._weights, parts.limits(settings))
+        self._scheduler = ElasticScheduler(
+            state,
+            executor=executor,
+            routing=self._router,
+            training=gate,
+            returned=lambda gpus: self._source.returned(gpus),
+            on_step=self._recorder.on_step,
+        )
+        self._refit = Refit(
+            workers=runtime,
+            table=lambda: self._scheduler.state.table,
+            post=self._scheduler.post,
+            prior=prior,
+            weight=settings.planner.ema_weight,
+        )
+        self._pipeline = PipelineScheduler(
+            parts.pipeline_settings(settings),
+            router=self._router,
+            agent=TextAgent(suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings)),
+            tasks=suite.tasks(settings.run.seed),
+            trainer=_Trainer(self._trainer, settings),
+            publish=self._publish,
+            gate=gate,
+            post=self._scheduler.post,
+            tracker=self._refit,
+            observer=self._observer,
+            on_trajectory=lambda trajectory, step: self._folder.record_trajectory(trajectory, step=step),
+            predicted_s=self._recorder.predicted_step_s,
+        )
+
+    async def run(self) -> None:
+        """Run until the pipeline made its steps. A cancellation stops everything in order."""
+        tasks = [
+            asyncio.create_task(self._scheduler.run(), name="elastic scheduler"),
+            asyncio.create_task(self._follow_availability(), name="availability"),
+            asyncio.create_task(self._refit.run(), name="refit"),
+        ]
+        pipeline = asyncio.create_task(self._pipeline.run(), name="pipeline")
+        try:
+            done, _ = await asyncio.wait({pipeline, *tasks[::2]}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await pipeline
+        except asyncio.CancelledError:
+            self._observer.on_message("stopping in order")
+        finally:
+            for task in (pipeline, tasks[1], tasks[2]):
+                task.cancel()
+            self._scheduler.stop()
+            await asyncio.gather(pipeline, *tasks, return_exceptions=True)
+            await self._router.aclose()
+
+    async def _follow_availability(self) -> None:
+        async for event in self._source.events():
+            self._scheduler.post(event)
+
+    def _publish(self, snapshot: WeightSnapshot) -> None:
+        self._weights.publish(snapshot.version, snapshot.uri, snapshot.checksum)
+
+    def _on_lost(self, worker: WorkerId, incarnation: int, cause: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._scheduler.post(WorkerFailed(now_s=now_s, worker=worker, incarnation=incarnation, cause=cause))
+
+    def _on_fault(self, worker: Worker, cause: str) -> None:
+        self._on_lost(worker.id, worker.incarnation, cause)
+
+    def summary(self) -> TrainSummary:
+        """What the run amounts to so far."""
+        counts, rewards = self._recorder.counts, self._observer.rewards
+        wall_s = asyncio.get_running_loop().time() - self._began_s
+        buffered = self._pipeline.counts
+        return TrainSummary(
+            steps=len(rewards),
+            reward_first10=_mean(rewards[:_FIRST_STEPS]),
+            reward_last10=_mean(rewards[-_FIRST_STEPS:]),
+            trajectories=buffered.used,
+            lost_trajectories=buffered.lost,
+            stale_served=self._router.statistics.stale_served,
+            expansions=counts.expansions,
+            reclaims=counts.reclaims,
+            borrows=counts.borrows,
+            returns=counts.returns,
+            mode_switches=counts.mode_switches,
+            ratio_switches=counts.ratio_switches,
+            tokens_per_s=self._observer.tokens / wall_s if wall_s > 0 else 0.0,
+            wall_s=wall_s,
+            run_dir=str(self._folder.path),
+        )
+
+
+def predicted_makespan_s(state: ElasticState, configuration: Configuration) -> float | None:
+    """What the planner expects of a whole batch under `configuration`; None before anything was measured."""
+    if not state.calibrated:
+        return None
+    decision = state.settings.policy.decide(
+        workload=state.workload,
+        platform=state.platform,
+        budget_workers=configuration.workers,
+        pinned=configuration,
+    )
+    return decision.predicted_s
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,241 @@
+"""From settings to the parts of a run: one function a part, nothing started, nothing written."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pearl_executor.availability import ControlFileSource, FixedSource, TraceSource, merge_sources, read_trace
+from pearl_executor.limits import Limits
+from pearl_executor.pacing import Pace
+from pearl_executor.ports import AvailabilitySource, Sampling
+from pearl_executor.runtimes.local.fleet import Timeouts
+from pearl_planner.decide import DecideSettings
+from pearl_planner.elastic import Borrowing, ElasticSettings
+from pearl_planner.gate import ToggleCosts
+from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, static_pd
+from pearl_planner.switching import SwitchCosts
+from pearl_rl.preflight import trace_path
+from pearl_rl.rollout.agent import AgentLimits
+from pearl_rl.rollout.pipeline_settings import PipelineSettings
+from pearl_rl.rollout.router import RouterLimits
+from pearl_rl.rollout.serving import ServingLimits
+from pearl_rl.settings import Settings
+from pearl_rl.training.options import Aggregation, Baseline, LossOptions, OptimizerOptions, TrainerOptions
+from pearl_rl.training.process import TrainerLimits
+from pearl_state.configuration import Configuration
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.roles import Tenure
+
+
+def pace(settings: Settings) -> Pace:
+    """What the engines emulate; all zero where they are not paced."""
+    if not settings.device.paced:
+        return Pace()
+    values = settings.device.model_dump(exclude={"paced", "training_update_s"})
+    return Pace(**values)
+
+
+def limits(settings: Settings) -> Limits:
+    """Bounds of the executors."""
+    return Limits(**settings.limits.executor.model_dump())
+
+
+def timeouts(settings: Settings) -> Timeouts:
+    """Bounds of the local runtime."""
+    return Timeouts(start_s=settings.limits.executor.start_s, stop_s=settings.limits.executor.stop_s)
+
+
+def router_limits(settings: Settings) -> RouterLimits:
+    """Bounds of the router. Prefixes move between workers where one is a few requests busier than another."""
+    serving = ServingLimits(
+        capacity_sequences=settings.engine.max_running,
+        affinity_slack=1.0,
+        affinity_slack_ratio=0.1,
+    )
+    return RouterLimits(
+        serving=serving,
+        no_worker_s=settings.limits.rollout.no_worker_s,
+        stall_s=settings.limits.rollout.stall_s,
+        max_attempts=settings.rollout.max_attempts,
+    )
+
+
+def agent_limits(settings: Settings) -> AgentLimits:
+    """Bounds of a trajectory."""
+    return AgentLimits(
+        turns=settings.rollout.max_turns,
+        new_tokens=settings.rollout.max_new_tokens,
+        context_tokens=settings.model.max_context_tokens,
+        environment_s=settings.limits.rollout.environment_s,
+    )
+
+
+def sampling(settings: Settings) -> Sampling:
+    """How responses are drawn."""
+    return Sampling(temperature=settings.rollout.temperature, top_p=settings.rollout.top_p)
+
+
+def policy(settings: Settings) -> Policy:
+    """Who chooses the configuration."""
+    planner = settings.planner
+    if planner.policy == "fixed":
+        return fixed(Configuration.parse(planner.configuration) if planner.configuration else None)
+    if planner.policy == "static_pd":
+        return static_pd(Configuration.parse(planner.configuration))
+    if planner.policy == "colocated_elastic":
+        return colocated_elastic()
+    decide = DecideSettings(
+        model=planner.model,
+        ratio_threshold=planner.ratio_threshold,
+        mode_threshold=planner.mode_threshold,
+        prefill_load_limit=planner.prefill_load_limit,
+        kv_headroom=planner.kv_headroom,
+    )
+    costs = SwitchCosts(
+        flip_s=planner.flip_s,
+        relaunch_s=planner.relaunch_s,
+        new_worker_s=planner.new_worker_s,
+        weight=planner.ema_weight,
+    )
+    return pearl(decide, costs)
+
+
+def elastic_settings(settings: Settings) -> ElasticSettings:
+    """What bounds the Elastic Scheduler."""
+    cluster = settings.cluster
+    return ElasticSettings(
+        policy=policy(settings),
+        gpus_per_worker=cluster.gpus_per_worker,
+        borrowing=Borrowing(cluster.borrowing),
+        return_s=settings.limits.training.return_s,
+        max_restarts=cluster.max_restarts,
+    )
+
+
+def toggle_costs(settings: Settings) -> ToggleCosts:
+    """What a borrow is thought to cost before one was seen."""
+    planner = settings.planner
+    return ToggleCosts(
+        prior_activation_s=planner.activation_s,
+        prior_deactivation_s=planner.deactivation_s,
+        weight=planner.ema_weight,
+    )
+
+
+def availability(settings: Settings) -> AvailabilitySource:
+    """Reserved rollout GPUs for good, and preemptible ones as the settings say.
+
+    GPUs are numbered: training first, then reserved rollout, then preemptible ones.
+    """
+    cluster, source = settings.cluster, settings.availability
+    first = cluster.training_gpus
+    preemptible = range(
+        first + cluster.reserved_rollout_gpus, first + cluster.reserved_rollout_gpus + cluster.max_preemptible_gpus
+    )
+    sources: list[AvailabilitySource] = []
+    if cluster.reserved_rollout_gpus:
+        sources.append(FixedSource(range(first, first + cluster.reserved_rollout_gpus)))
+    if not cluster.max_preemptible_gpus:
+        pass
+    elif source.source == "fixed":
+        sources.append(FixedSource(preemptible, tenure=Tenure.PREEMPTIBLE))
+    elif source.source == "control":
+        sources.append(ControlFileSource(Path(source.control_file), gpus=preemptible, notice_s=source.notice_s))
+    else:
+        rows = read_trace(trace_path(settings), source.segment or None)
+        peak = max(row.count for row in rows)
+        shifted = [(max(0.0, row.t_s - source.start_s), row.count) for row in rows]
+        # Of the rows before the start only the last one counts.
+        late = [row for row in shifted if row[0] > 0]
+        early = [row for row in shifted if row[0] == 0]
+        sources.append(
+            TraceSource(
+                [(0.0, early[-1][1]), *late] if early else late,
+                gpus=preemptible,
+                time_scale=source.time_scale,
+                notice_s=source.notice_s,
+                seed=source.seed,
+                scale=cluster.max_preemptible_gpus / peak if peak else 1.0,
+            )
+        )
+    return merge_sources(*sources)
+
+
+def pipeline_settings(settings: Settings) -> PipelineSettings:
+    """What the pipeline is to make."""
+    return PipelineSettings(
+        steps=settings.run.steps,
+        groups_per_step=settings.train.groups_per_step,
+        group_size=settings.train.group_size,
+        max_staleness=settings.train.max_staleness_versions,
+        seed=settings.run.seed,
+        wall_limit_s=settings.run.wall_limit_s,
+        batch_s=settings.limits.rollout.batch_s,
+        grant_s=settings.limits.training.grant_s,
+        update_s=settings.limits.training.update_s,
+        max_refills_per_group=settings.rollout.max_refills,
+    )
+
+
+def trainer_options(settings: Settings) -> TrainerOptions:
+    """Loss, optimizer and batching."""
+    train = settings.train
+    return TrainerOptions(
+        loss=LossOptions(
+            baseline=Baseline(train.baseline),
+            aggregation=Aggregation(train.aggregation),
+            truncation=train.importance_truncation,
+            clip_low=train.clip_low if train.clip else None,
+            clip_high=train.clip_high if train.clip else None,
+            kl_coefficient=train.kl_coefficient,
+            entropy_coefficient=train.entropy_coefficient,
+            temperature=settings.rollout.temperature,
+        ),
+        optimizer=OptimizerOptions(
+            learning_rate=train.learning_rate,
+            weight_decay=train.weight_decay,
+            max_gradient_norm=train.max_gradient_norm,
+            warmup_updates=train.warmup_updates,
+        ),
+        minibatches=train.minibatches,
+        epochs=train.epochs,
+        micro_batch_tokens=train.micro_batch_tokens,
+    )
+
+
+def trainer_limits(settings: Settings) -> TrainerLimits:
+    """Bounds of the trainer."""
+    limits = settings.limits.training
+    return TrainerLimits(
+        start_s=limits.start_s, update_s=limits.update_s, checkpoint_s=limits.checkpoint_s, memory_s=limits.memory_s
+    )
+
+
+def prior_workload(settings: Settings) -> WorkloadProfile:
+    """What is assumed of the workload before anything was measured; only the batch is known."""
+    return WorkloadProfile(
+        batch=settings.rollout.batch_size,
+        turns=settings.rollout.max_turns,
+        new_prompt_tokens=settings.rollout.max_new_tokens,
+        response_tokens=settings.rollout.max_new_tokens,
+        origin=dict.fromkeys(("turns", "new_prompt_tokens", "response_tokens"), "upper bound from the settings"),
+    )
+
+
+def prior_platform(settings: Settings, model_config: Mapping[str, Any]) -> PlatformProfile:
+    """What is assumed of a worker before anything was measured: sizes are known, speeds are not."""
+    heads = int(model_config.get("num_key_value_heads") or model_config["num_attention_heads"])
+    head_dim = int(model_config.get("head_dim") or model_config["hidden_size"] // model_config["num_attention_heads"])
+    element_bytes = 4 if settings.model.dtype == "float32" else 2
+    kv_bytes = 2 * int(model_config["num_hidden_layers"]) * heads * head_dim * element_bytes
+    speeds = ("decode_fixed_s", "decode_per_sequence_s", "prefill_per_token_s", "transfer_bytes_per_s")
+    return PlatformProfile(
+        decode_fixed_s=0.01,
+        decode_per_sequence_s=0.001,
+        prefill_per_token_s=0.001,
+        kv_bytes_per_token=kv_bytes,
+        transfer_bytes_per_s=1e9,
+        kv_capacity_bytes=float(kv_bytes * settings.engine.kv_tokens),
+        prefix_capacity_tokens=float(settings.engine.kv_tokens),
+        origin={**dict.fromkeys(speeds, "guess before any measurement"), "kv_bytes_per_token": "model config"},
+    )

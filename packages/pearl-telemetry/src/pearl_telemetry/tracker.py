@@ -1,0 +1,124 @@
+"""The Runtime Tracker: from finished turns to a workload profile, averaged across steps (PEARL sections 4.1 and 5)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pearl_state.profile import WorkloadProfile
+from pearl_state.samples import TurnSample
+from pearl_telemetry.ema import Ema
+
+
+@dataclass(slots=True)
+class _Step:
+    """Sums over the turns of one step."""
+
+    turns_of: list[int] = field(default_factory=list[int])
+    turns: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    retained_tokens: int = 0
+    context_tokens: int = 0
+    max_context_tokens: int = 0
+    environment_s: float = 0.0
+    slowest_s: float = -1.0
+    slowest_turns: int = 0
+    slowest_environment_s: float = 0.0
+
+
+class RuntimeTracker:
+    """Is told the turns of each finished trajectory and the end of each step; says what the workload looks like.
+
+    `weight` is that of the newest step in the moving averages. A step with fewer than `least_trajectories` finished
+    trajectories says nothing.
+    """
+
+    def __init__(self, *, weight: float = 0.3, least_trajectories: int = 4) -> None:
+        self._ema = Ema(weight)
+        self._least = least_trajectories
+        self._steps: dict[int, _Step] = {}
+        self._batch = 0
+        self._max_context = 0
+
+    def observe_turns(self, samples: Sequence[TurnSample]) -> None:
+        """All turns of one finished trajectory, in order."""
+        if not samples:
+            return
+        step = self._steps.setdefault(samples[0].step, _Step())
+        environment_s = sum(sample.environment_s for sample in samples)
+        total_s = environment_s + sum(s.prefill_s + s.decode_s + s.queue_s for s in samples)
+        step.turns_of.append(len(samples))
+        step.turns += len(samples)
+        step.environment_s += environment_s
+        for sample in samples:
+            step.prompt_tokens += sample.new_prompt_tokens
+            step.response_tokens += sample.response_tokens
+            step.retained_tokens += sample.retained_tokens
+            step.context_tokens += sample.context_tokens
+            step.max_context_tokens = max(step.max_context_tokens, sample.context_tokens + sample.response_tokens)
+        if total_s > step.slowest_s:
+            step.slowest_s = total_s
+            step.slowest_turns = len(samples)
+            step.slowest_environment_s = environment_s
+
+    def finish_step(
+        self, *, step: int, batch: int, makespan_s: float, decoding_fraction: float | None, borrowed: bool = False
+    ) -> None:
+        """A batch of `batch` trajectories completed after `makespan_s` seconds.
+
+        `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; None where nobody
+        measured it. Turns of earlier steps that were never finished are forgotten.
+        """
+        seen = self._steps.pop(step, None)
+        self._steps = {number: sums for number, sums in self._steps.items() if number > step}
+        if seen is None or len(seen.turns_of) < self._least or not seen.response_tokens:
+            return
+        self._batch = batch
+        self._max_context = max(self._max_context, seen.max_context_tokens)
+        turns = seen.turns
+        values = {
+            "turns": float(seen.slowest_turns),
+            "mean_turns": turns / len(seen.turns_of),
+            "new_prompt_tokens": seen.prompt_tokens / turns,
+            "response_tokens": seen.response_tokens / turns,
+            "retained_tokens": seen.retained_tokens / turns,
+            "context_tokens": seen.context_tokens / turns,
+            "environment_s": seen.slowest_environment_s,
+            "turn_environment_s": seen.environment_s / turns,
+            "makespan_borrowed_s" if borrowed else "makespan_plain_s": makespan_s,
+        }
+        if decoding_fraction is not None and 0 < decoding_fraction <= 1:
+            values["bubble_ratio"] = (1 - decoding_fraction) / decoding_fraction
+        count = len(seen.turns_of)
+        reach = [sum(n > turn for n in seen.turns_of) / count for turn in range(max(seen.turns_of))]
+        self._ema.observe(values, reach)
+
+    @property
+    def steps(self) -> int:
+        """Steps that the profile rests on."""
+        return self._ema.count
+
+    @property
+    def retained_tokens(self) -> float:
+        """Mean response tokens of a turn that stay in the next turn's context; 0 before the first step."""
+        return self._ema.get("retained_tokens", 0.0)
+
+    def profile(self) -> WorkloadProfile | None:
+        """The workload as it looks now; None before the first step that said something."""
+        ema = self._ema
+        if not ema.count:
+            return None
+        names = ("turns", "mean_turns", "new_prompt_tokens", "response_tokens", "context_tokens", "environment_s")
+        return WorkloadProfile(
+            batch=self._batch,
+            turns=max(1.0, ema["turns"]),
+            new_prompt_tokens=ema["new_prompt_tokens"],
+            response_tokens=ema["response_tokens"],
+            bubble_ratio=ema.get("bubble_ratio", 0.0),
+            environment_s=ema["environment_s"],
+            context_tokens=ema["context_tokens"],
+            max_context_tokens=float(self._max_context),
+            mean_turns=ema["mean_turns"],
+            turn_environment_s=ema["turn_environment_s"],
+            active_by_turn=ema.fractions,
+            origin=dict.fromkeys(names, f"telemetry, moving average over {ema.count} steps"),
+        )
