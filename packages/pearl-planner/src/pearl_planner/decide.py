@@ -107,7 +107,7 @@ class _Search:
         self.free = 0
         if self.disaggregation:
             last = workers - 1
-            self.low = _first(1, last, lambda p: not self._overloaded(p))
+            self.low = _first(1, last, lambda p: not self._overloaded(p)) if self._overloaded(1) else 1
             self.high = min(last, workers - self.least_decode)
             self.free = self._best_within(1, last)
 
@@ -210,8 +210,8 @@ class _Search:
         low, high = max(min(ends), self.low), min(max(ends), self.high)
         return self.candidate(self._best_within(low, high)) if low <= high else None
 
-    def limits(self) -> list[str]:
-        """In words: what the constraints removed, and which of them decided."""
+    def limits(self, best: Candidate) -> list[str]:
+        """In words: what the constraints removed, and which of them decided against the fastest candidate."""
         if not self.disaggregation:
             return ["one worker cannot be split into prefill and decode"] if self.workers == 1 else []
         words = []
@@ -220,11 +220,11 @@ class _Search:
             words.append(f"decode_kv: the batch's KV needs N_D >= {self.least_decode}, so N_P <= {max(0, self.high)}")
         if self.low > 1:
             words.append(f"prefill_load: fewer than {self.low} prefill workers fall behind decode")
-        if not self.low <= self.free <= self.high:
+        if not self.low <= self.free <= self.high and self._total(self.free) < best.makespan_s:
             which = " and ".join(self._violated(self.free))
             words.append(
-                f"{which} decided: {_disaggregated(self.free, self.workers - self.free)} "
-                f"would take {self._total(self.free):.1f} s"
+                f"{which} decided: {_disaggregated(self.free, self.workers - self.free)} would take "
+                f"{self._total(self.free):.1f} s, {best.configuration} takes {best.makespan_s:.1f} s"
             )
         return words
 
@@ -291,7 +291,7 @@ def _select(
     """Rank, compare with what runs, and apply hysteresis."""
     ranked = search.ranked()
     best = ranked[0]
-    words = search.limits()
+    words = search.limits(best)
     kept = search.nearest(current) if current is not None and current.workers else None
     if not best.feasible:
         return _decision(search, ranked, best, current, Reason.FALLBACK, costs, words)
@@ -413,7 +413,7 @@ def _fixed(search: _Search, current: Configuration | None, pinned: Configuration
     """A person's choice, whatever the model says; its broken constraints are shown."""
     target = scaled(pinned, search.workers)
     ranked = search.ranked()
-    words = search.limits()
+    words = search.limits(ranked[0])
     if target != pinned:
         words.append(f"pinned {pinned} needs {pinned.workers} workers; {target} is its like on {search.workers}")
     chosen = search.candidate(target.prefill)

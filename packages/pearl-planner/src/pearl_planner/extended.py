@@ -68,8 +68,11 @@ class ExtendedModel:
     """`MakespanModel` with the additions of this module. `is_printed` where the profile has data for none of them."""
 
     __slots__ = (
+        "_after_prefill",
+        "_beside_decode",
         "_cap",
-        "_context",
+        "_decode_fixed",
+        "_decode_s",
         "_environment",
         "_fixed",
         "_groups",
@@ -78,17 +81,17 @@ class ExtendedModel:
         "_miss",
         "_outside",
         "_over",
+        "_pair_outside",
         "_per_prompt",
         "_per_sequence",
-        "_serial",
-        "_theta",
-        "_turns",
+        "_prefill_s",
+        "_transfer",
         "_work",
         "is_printed",
     )
 
     def __init__(self, workload: WorkloadProfile, platform: PlatformProfile, kv_headroom: float = 1.0) -> None:
-        self._turns = workload.turns
+        turns = workload.turns
         self._groups = turn_groups(workload)
         self._work = math.fsum(count * running for count, running in self._groups)
         prefill = platform.prefill_per_token_s
@@ -99,53 +102,57 @@ class ExtendedModel:
             self._cap = platform.prefix_capacity_tokens / workload.context_tokens
         self._fixed = workload.response_tokens * platform.decode_fixed_s
         self._per_sequence = workload.response_tokens * platform.decode_per_sequence_s
-        self._over = platform.overhead_per_turn_s
-        self._handover = platform.handover_s
+        self._decode_fixed = turns * self._fixed * (1.0 + workload.bubble_ratio)
+        self._over = turns * platform.overhead_per_turn_s
+        self._handover = turns * platform.handover_s
         transfer = workload.new_prompt_tokens * platform.kv_bytes_per_token / platform.transfer_bytes_per_s
-        self._serial = transfer
-        self._theta = workload.bubble_ratio
+        self._transfer = self._work * transfer
         self._outside = workload.turn_environment_s
-        self._environment = workload.environment_s or workload.turns * workload.turn_environment_s
+        self._pair_outside = self._outside + self._per_prompt + transfer + platform.handover_s
+        self._environment = workload.environment_s or turns * workload.turn_environment_s
+        self._after_prefill = self._beside_decode = self._environment + self._handover
+        if self._outside:
+            # A saturated prefill pool hides the environment of all but the last turn; a trajectory that waits for
+            # nobody goes through its own prefill, transfer and environment in series.
+            self._after_prefill = self._environment / turns + platform.handover_s
+            self._beside_decode += turns * (self._per_prompt + transfer)
         per_sequence = kv_bytes_per_sequence(workload, platform, kv_headroom)
         bounded = platform.kv_capacity_bytes > 0 and per_sequence > 0
         self._kv_sequences = platform.kv_capacity_bytes / per_sequence if bounded else math.inf
-        self._context = workload.context_tokens
         self.is_printed = (
             math.isinf(self._cap)
             and math.isinf(self._kv_sequences)
             and not self._outside
             and not self._handover
             and len(self._groups) == 1
-            and self._work == workload.turns * workload.batch
+            and self._work == turns * workload.batch
         )
+        self._prefill_s: dict[int, tuple[float, float]] = {}
+        self._decode_s: dict[int, float] = {}
 
     def _misses(self, workers: int) -> float:
         """Seconds of prefill, over the step and all workers together, that evicted prefixes cause."""
-        if math.isinf(self._cap):
-            return 0.0
         held = self._cap * workers
         return self._miss * sum(count * (running - held) for count, running in self._groups if running > held)
 
     def colocated(self, workers: int) -> MakespanTerms:
         """Eq. (1) with the additions. Prefill and decode share the time a trajectory spends on its worker."""
         again = self._misses(workers)
-        own = self._per_prompt + (again / self._work if self._work else 0.0)
+        own = self._per_prompt + again / self._work
         load = own + self._per_sequence
         held = self._kv_sequences * workers
-        total = prefill = 0.0
+        stays = prefill = 0.0
         for count, running in self._groups:
             fixed = self._fixed * max(1.0, running / held)
-            share = running / workers
-            stay = residence_s(fixed, share * load, self._outside)
-            busy = (stay - fixed) / load if load else 0.0
-            total += count * stay
-            prefill += count * busy * own
-        overhead = self._turns * self._over
+            stay = residence_s(fixed, running / workers * load, self._outside)
+            stays += count * stay
+            if load:
+                prefill += count * (stay - fixed) * own / load
         return MakespanTerms(
-            total_s=total + overhead + self._environment,
+            total_s=stays + self._over + self._environment,
             prefill_s=prefill,
-            decode_s=total - prefill,
-            overhead_s=overhead,
+            decode_s=stays - prefill,
+            overhead_s=self._over,
             environment_s=self._environment,
             reprefill_s=prefill * again / (self._work * own) if again else 0.0,
             bottleneck="shared",
@@ -153,52 +160,51 @@ class ExtendedModel:
 
     def _prefill_path(self, workers: int) -> tuple[float, float]:
         """Seconds of prefill on each of `workers`, and the part of it that misses cause."""
-        again = self._misses(workers) / workers
-        return self._work * self._per_prompt / workers + again, again
+        path = self._prefill_s.get(workers)
+        if path is None:
+            again = self._misses(workers) / workers if self._cap * workers < self._groups[0][1] else 0.0
+            path = self._work * self._per_prompt / workers + again, again
+            self._prefill_s[workers] = path
+        return path
 
     def _decode_path(self, workers: int) -> float:
         """Seconds that the slowest trajectory spends in decode, bubbles included where θ is a given constant."""
-        if not self._outside:
-            return self._turns * self._fixed * (1.0 + self._theta) + self._work * self._per_sequence / workers
-        outside = self._outside + self._per_prompt + self._serial + self._handover
-        return sum(
-            count * residence_s(self._fixed, running * self._per_sequence / workers, outside)
-            for count, running in self._groups
-        )
-
-    def _closing(self) -> tuple[float, float]:
-        """What follows the prefill path, and what lies beside the decode path, seconds."""
-        handover = self._turns * self._handover
-        if not self._outside:
-            return self._environment + handover, self._environment + handover
-        # A saturated prefill pool hides the environment of all but the last turn; a trajectory that waits for nobody
-        # goes through its own prefill, transfer and environment in series.
-        last = self._environment / self._turns + self._handover
-        return last, self._environment + handover + self._turns * (self._per_prompt + self._serial)
+        path = self._decode_s.get(workers)
+        if path is None:
+            if self._outside:
+                # `residence_s`, written out: this is the inner loop of a decision.
+                slope = 0.5 * self._per_sequence / workers
+                base = 0.5 * (self._fixed - self._pair_outside)
+                product = self._fixed * self._pair_outside
+                path = 0.0
+                for count, running in self._groups:
+                    half = base + slope * running
+                    path += count * (half + math.sqrt(half * half + product))
+            else:
+                path = self._decode_fixed + self._work * self._per_sequence / workers
+            self._decode_s[workers] = path
+        return path
 
     def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:
         """The two paths; see `MakespanModel.paths`."""
-        after_prefill, beside_decode = self._closing()
-        prefill, _ = self._prefill_path(prefill_workers)
         return (
-            prefill + self._work * self._serial + after_prefill,
-            self._decode_path(decode_workers) + beside_decode,
+            self._prefill_path(prefill_workers)[0] + self._transfer + self._after_prefill,
+            self._decode_path(decode_workers) + self._beside_decode,
         )
 
     def disaggregated(self, prefill_workers: int, decode_workers: int) -> MakespanTerms:
         """Eqs. (2) and (3) with the additions."""
-        after_prefill, beside_decode = self._closing()
         prefill, again = self._prefill_path(prefill_workers)
         decode = self._decode_path(decode_workers)
-        transfer = self._work * self._serial
-        first, second = prefill + transfer + after_prefill, decode + beside_decode
+        first = prefill + self._transfer + self._after_prefill
+        second = decode + self._beside_decode
         bound = first > second
         return MakespanTerms(
             total_s=first if bound else second,
             prefill_s=prefill,
             decode_s=decode,
-            transfer_s=transfer,
-            overhead_s=self._turns * self._handover,
+            transfer_s=self._transfer,
+            overhead_s=self._handover,
             environment_s=self._environment,
             reprefill_s=again,
             bottleneck="prefill" if bound else "decode",

@@ -1,0 +1,96 @@
+"""`python -m pearl_planner decide …`: the PD Decision Engine from the command line.
+
+Exit codes: 0 a configuration was selected, 2 bad input (one line on stderr), 3 nothing meets every constraint.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from pearl_planner.catalog import PROFILES, find_gpu, find_model, find_profile
+from pearl_planner.decide import BOTH_MODES, DecideSettings, decide
+from pearl_planner.explain import deciding_constraints, explain
+from pearl_planner.roofline import PlanningInputs, planning_inputs
+from pearl_state.configuration import Configuration
+from pearl_state.decision import Decision, Reason
+from pearl_state.errors import StateError
+from pearl_state.roles import Mode
+
+_OK, _BAD_INPUT, _INFEASIBLE = 0, 2, 3
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_BAD_INPUT, f"error: {message}\n")
+
+
+def _workers(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
+    return count
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m pearl_planner", description="Choose mode and roles of rollout workers.")
+    command = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    ask = command.add_parser("decide", help="rank all configurations of a budget")
+    ask.add_argument("--model", required=True, help="model of the catalog, like qwen3-8b")
+    ask.add_argument("--gpu", required=True, help="GPU of the catalog, like h800")
+    ask.add_argument("--tp", type=_workers, required=True, help="GPUs of one worker (tensor parallelism)")
+    ask.add_argument("--workers", type=_workers, required=True, help="rollout workers at hand")
+    ask.add_argument("--profile", default=PROFILES[0], help="bundled workload profile (default: %(default)s)")
+    ask.add_argument("--current", help="configuration that runs now, like 3P5D or 8C")
+    ask.add_argument("--makespan", choices=("extended", "printed"), default="extended", help="model that decides")
+    ask.add_argument("--mode", choices=[str(m) for m in Mode], help="only this mode")
+    ask.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _decide(arguments: argparse.Namespace) -> tuple[Decision, PlanningInputs]:
+    inputs = planning_inputs(
+        find_profile(arguments.profile), find_model(arguments.model), find_gpu(arguments.gpu), arguments.tp
+    )
+    decision = decide(
+        workload=inputs.workload,
+        platform=inputs.platform,
+        budget_workers=arguments.workers,
+        current=Configuration.parse(arguments.current) if arguments.current else None,
+        settings=DecideSettings(model=arguments.makespan),
+        allowed=frozenset({Mode(arguments.mode)}) if arguments.mode else BOTH_MODES,
+    )
+    return decision, inputs
+
+
+def _json(decision: Decision, inputs: PlanningInputs) -> dict[str, Any]:
+    return {
+        **decision.to_json(),
+        "decided_by": [str(c) for c in deciding_constraints(decision)],
+        "notes": list(inputs.notes),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        decision, inputs = _decide(arguments)
+    except (StateError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    if arguments.json:
+        print(json.dumps(_json(decision, inputs), indent=1))
+    else:
+        print("\n".join([explain(decision), *(f"- {note}" for note in inputs.notes)]))
+    return _INFEASIBLE if decision.reason is Reason.FALLBACK else _OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""Fits the planner's parameters to telemetry samples (PEARL section 4.3.2), and says what it could not fit.
+
+Too few samples, or samples too alike, do not carry a line: such a field keeps its prior value, and `refused` names the
+reason. A sample that is not a number is an error, since it means a broken meter.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pearl_planner.extended import ExtendedModel
+from pearl_planner.makespan import MakespanModel, PrintedModel
+from pearl_planner.robust import Floats, clipped_mean, robust_line, weighted_median
+from pearl_state.configuration import Configuration
+from pearl_state.errors import ProfileError
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.samples import DecodeSample, PrefillSample, TransferSample, TurnSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitSettings:
+    """How much data a fit needs."""
+
+    least_samples: int = 12
+    """Samples of a kind; for decode, iterations."""
+    least_distinct: int = 3
+    """Distinct batch sizes (or sizes of hand-overs) that a line needs."""
+    least_spread: float = 1.5
+    """Quotient of the largest over the smallest of them."""
+    least_turns: int = 8
+    """Turns that workload statistics need."""
+    least_steps: int = 2
+    """Steps that T_over needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformFit:
+    """A fitted platform profile."""
+
+    profile: PlatformProfile
+    used: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Fitted field → number of samples behind it."""
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Field that keeps its prior → why."""
+    residuals: Mapping[str, float] = field(default_factory=dict[str, float])
+    """`decode`, `prefill`, `transfer` → median relative deviation of samples from the fit."""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether A, b and t_prefill all rest on measurements."""
+        return {"decode_fixed_s", "decode_per_sequence_s", "prefill_per_token_s"} <= self.used.keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadFit:
+    """A fitted workload profile."""
+
+    profile: WorkloadProfile
+    used: Mapping[str, int] = field(default_factory=dict[str, int])
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasurement:
+    """The measured makespan of one step that ran under one configuration throughout."""
+
+    configuration: Configuration
+    makespan_s: float
+
+
+class _Values:
+    """Fitted values, and refusals, while they are collected."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.used: dict[str, int] = {}
+        self.refused: dict[str, str] = {}
+        self.residuals: dict[str, float] = {}
+
+    def take(self, name: str, value: float, count: int) -> None:
+        self.values[name] = value
+        self.used[name] = count
+
+    def refuse(self, reason: str, *names: str) -> None:
+        self.refused.update(dict.fromkeys(names, reason))
+
+
+def fit_platform(
+    *,
+    decode: Sequence[DecodeSample] = (),
+    prefill: Sequence[PrefillSample] = (),
+    transfer: Sequence[TransferSample] = (),
+    prior: PlatformProfile,
+    settings: FitSettings = FitSettings(),
+) -> PlatformFit:
+    """A and b from decode iterations, t_prefill from prefill iterations, BW, K and the hand-over cost from transfers.
+
+    Robust against outliers. Raises `ProfileError` for a sample that is not finite or out of range.
+    """
+    found = _Values()
+    _fit_decode(decode, found, settings)
+    _fit_prefill(prefill, found, settings)
+    _fit_transfer(transfer, prior, found, settings)
+    origin = {**prior.origin, **{name: f"telemetry, {count} samples" for name, count in found.used.items()}}
+    return PlatformFit(
+        profile=replace(prior, **found.values, origin=origin),
+        used=found.used,
+        refused=found.refused,
+        residuals=found.residuals,
+    )
+
+
+def _column(kind: str, name: str, values: Sequence[float], *, least: float = 0.0) -> Floats:
+    """`values` as an array; raises `ProfileError` for the first that is not finite or below `least`."""
+    column = np.array(values, dtype=np.float64)
+    bad = np.flatnonzero(~(np.isfinite(column) & (column >= least)))
+    if len(bad):
+        at = int(bad[0])
+        raise ProfileError(f"{kind} sample {at}: {name} = {values[at]}: must be a finite number of at least {least:g}")
+    return column
+
+
+def _too_alike(x: Floats, what: str, settings: FitSettings) -> str | None:
+    """Why a line over `x` would extrapolate; None where it would not."""
+    distinct = len(np.unique(x))
+    if distinct < settings.least_distinct:
+        return f"only {distinct} distinct {what}, a line needs {settings.least_distinct}"
+    low, high = float(x.min()), float(x.max())
+    if high < settings.least_spread * low:
+        return f"{what} lie within {low:g}..{high:g}, a line needs a spread of {settings.least_spread:g}x"
+    return None
+
+
+def _fit_decode(samples: Sequence[DecodeSample], found: _Values, settings: FitSettings) -> None:
+    names = ("decode_fixed_s", "decode_per_sequence_s")
+    sequences = _column("decode", "sequences", [s.sequences for s in samples], least=1)
+    iterations = _column("decode", "iterations", [s.iterations for s in samples], least=1)
+    duration = _column("decode", "duration_s", [s.duration_s for s in samples])
+    count = int(iterations.sum())
+    if count < settings.least_samples:
+        found.refuse(f"{count} decode iterations, needs {settings.least_samples}", *names)
+        return
+    reason = _too_alike(sequences, "batch sizes", settings)
+    if reason:
+        found.refuse(reason, *names)
+        return
+    each = duration / iterations
+    fixed, slope, residual = robust_line(sequences, each, iterations)
+    if slope < 0:
+        fixed, slope = weighted_median(each, iterations), 0.0
+    if fixed <= 0:
+        # A line through the origin: the data show no fixed cost.
+        slope = weighted_median(each / sequences, iterations)
+        fixed = 1e-3 * float(each.min()) + 1e-9
+    found.take("decode_fixed_s", fixed, count)
+    found.take("decode_per_sequence_s", slope, count)
+    found.residuals["decode"] = residual
+
+
+def _fit_prefill(samples: Sequence[PrefillSample], found: _Values, settings: FitSettings) -> None:
+    tokens = _column("prefill", "tokens", [s.tokens for s in samples])
+    duration = _column("prefill", "duration_s", [s.duration_s for s in samples])
+    computed = tokens > 0
+    tokens, duration = tokens[computed], duration[computed]
+    if len(tokens) < settings.least_samples:
+        found.refuse(f"{len(tokens)} prefill iterations, needs {settings.least_samples}", "prefill_per_token_s")
+        return
+    each = duration / tokens
+    # The cost of a token at the sizes that occur: large iterations count for as many tokens as they hold.
+    per_token = weighted_median(each, tokens)
+    if per_token <= 0:
+        found.refuse("prefill iterations took no time", "prefill_per_token_s")
+        return
+    found.take("prefill_per_token_s", per_token, len(tokens))
+    found.residuals["prefill"] = weighted_median(np.abs(each - per_token), tokens) / per_token
+
+
+def _fit_transfer(
+    samples: Sequence[TransferSample], prior: PlatformProfile, found: _Values, settings: FitSettings
+) -> None:
+    tokens = _column("transfer", "tokens", [s.tokens for s in samples])
+    sizes = _column("transfer", "bytes", [s.bytes for s in samples])
+    duration = _column("transfer", "duration_s", [s.duration_s for s in samples])
+    count = len(samples)
+    if count < settings.least_samples:
+        found.refuse(f"{count} hand-overs, needs {settings.least_samples}", "transfer_bytes_per_s", "handover_s")
+        return
+    real = (tokens > 0) & (sizes > 0)
+    if real.any():
+        found.take("kv_bytes_per_token", weighted_median(sizes[real] / tokens[real], tokens[real]), int(real.sum()))
+    ones = np.ones(count)
+    reason = _too_alike(sizes, "hand-over sizes", settings)
+    if reason is None:
+        fixed, slope, residual = robust_line(sizes, duration, ones)
+        if slope > 0:
+            found.take("transfer_bytes_per_s", 1.0 / slope, count)
+            found.take("handover_s", max(0.0, fixed), count)
+            found.residuals["transfer"] = residual
+            return
+        reason = "hand-overs do not last longer with more bytes: bandwidth does not limit them"
+    found.refuse(reason, "transfer_bytes_per_s")
+    rest = weighted_median(duration - sizes / prior.transfer_bytes_per_s, ones)
+    found.take("handover_s", max(0.0, rest), count)
+
+
+def fit_workload(
+    samples: Sequence[TurnSample],
+    *,
+    batch: int,
+    prior: WorkloadProfile,
+    settings: FitSettings = FitSettings(),
+) -> WorkloadFit:
+    """S, r, ΔL, θ, T_env, contexts and `active_by_turn` from the turns of one or more steps.
+
+    S is the largest number of turns of a step, averaged over steps. T_env is S times the mean environment time of a
+    turn, since turns do not say whose they are. Raises `ProfileError` for samples that are not finite or negative.
+    """
+    count = len(samples)
+    # Checked first, so that a broken meter is an error however few samples there are.
+    columns = {
+        name: _column("turn", name, [getattr(s, name) for s in samples])
+        for name in (
+            "step",
+            "turn",
+            "new_prompt_tokens",
+            "response_tokens",
+            "context_tokens",
+            "prefill_s",
+            "decode_s",
+            "queue_s",
+            "environment_s",
+        )
+    }
+    fields = ("turns", "new_prompt_tokens", "response_tokens", "bubble_ratio", "environment_s")
+    if count < settings.least_turns:
+        reason = f"{count} turns, needs {settings.least_turns}"
+        return WorkloadFit(profile=replace(prior, batch=batch), refused=dict.fromkeys(fields, reason))
+    turn, step = columns["turn"], columns["step"]
+    reached = np.bincount(turn.astype(np.int64))
+    started = int(reached[0]) or int(reached.max())
+    active = np.minimum.accumulate(np.minimum(1.0, reached / started))
+    longest = [float(turn[step == k].max()) + 1.0 for k in np.unique(step)]
+    turns = float(np.mean(longest))
+    environment = clipped_mean(columns["environment_s"])
+    decode = float(columns["decode_s"].sum())
+    outside = sum(float(columns[name].sum()) for name in ("prefill_s", "queue_s", "environment_s"))
+    values = {
+        "turns": turns,
+        "new_prompt_tokens": clipped_mean(columns["new_prompt_tokens"]),
+        "response_tokens": clipped_mean(columns["response_tokens"]),
+        "environment_s": turns * environment,
+        "context_tokens": clipped_mean(columns["context_tokens"]),
+        "max_context_tokens": float(columns["context_tokens"].max()),
+        "mean_turns": min(turns, count / started),
+        "turn_environment_s": environment,
+    }
+    refused = {}
+    if decode > 0:
+        values["bubble_ratio"] = outside / decode
+    else:
+        refused["bubble_ratio"] = "no decode time was measured"
+    if values["response_tokens"] <= 0:
+        del values["response_tokens"]
+        refused["response_tokens"] = "no turn generated a token"
+    origin = {**prior.origin, **dict.fromkeys(values, f"telemetry, {count} turns of {len(longest)} steps")}
+    profile = replace(
+        prior,
+        batch=batch,
+        **values,
+        active_by_turn=tuple(float(a) for a in active),
+        origin=origin,
+    )
+    return WorkloadFit(profile=profile, used=dict.fromkeys(values, count), refused=refused)
+
+
+def fit_overhead(
+    steps: Sequence[StepMeasurement],
+    *,
+    workload: WorkloadProfile,
+    platform: PlatformProfile,
+    extended: bool = True,
+    settings: FitSettings = FitSettings(),
+) -> PlatformFit:
+    """T_over from colocated steps: what their makespans leave over without it, per turn, at least 0; the median.
+
+    PEARL's list of refitted parameters omits it, though the choice of the mode hangs on it: eq. (1) has no (1+θ).
+    """
+    seconds = _column("step", "makespan_s", [s.makespan_s for s in steps])
+    usable = [i for i, s in enumerate(steps) if s.configuration.colocated]
+    if len(usable) < settings.least_steps:
+        reason = f"{len(usable)} colocated steps, needs {settings.least_steps}"
+        return PlatformFit(profile=platform, refused={"overhead_per_turn_s": reason})
+    bare = replace(platform, overhead_per_turn_s=0.0)
+    model: MakespanModel = ExtendedModel(workload, bare) if extended else PrintedModel(workload, bare)
+    left = np.array(
+        [(seconds[i] - model.colocated(steps[i].configuration.colocated).total_s) / workload.turns for i in usable]
+    )
+    value = max(0.0, float(np.median(left)))
+    spread = float(np.median(np.abs(left - np.median(left)))) * workload.turns
+    origin = {**platform.origin, "overhead_per_turn_s": f"telemetry, {len(usable)} colocated steps"}
+    level = float(np.median(seconds[usable]))
+    return PlatformFit(
+        profile=replace(bare, overhead_per_turn_s=value, origin=origin),
+        used={"overhead_per_turn_s": len(usable)},
+        residuals={"step": spread / level if math.isfinite(level) and level else 0.0},
+    )
