@@ -39,12 +39,12 @@ def refused(*arguments: str) -> str:
 def test_help_names_every_command_and_exit_code():
     code, out, _ = run("--help")
     assert code == 0
-    assert all(word in out for word in ("train", "config", "doctor", "--version", "5 ended early"))
+    assert all(word in out for word in ("train", "plan", "config", "doctor", "--version", "5 ended early"))
     assert run()[:2] == (0, out)
 
 
 def test_every_command_explains_its_options():
-    for command in (["train"], ["doctor"], ["config"], ["config", "show"], ["config", "schema"]):
+    for command in (["train"], ["plan"], ["doctor"], ["config"], ["config", "show"], ["config", "schema"]):
         code, out, _ = run(*command, "--help")
         assert code == 0
         assert "Usage:" in out
@@ -65,6 +65,8 @@ def test_help_imports_nothing_heavy():
 def test_usage_errors_are_one_line():
     assert "No such command 'trian'" in refused("trian")
     assert "--bogus" in refused("train", "--bogus")
+    assert "--workers" in refused("plan", "--model", "m", "--gpu", "g", "--workers", "many")
+    assert "Missing option" in refused("plan")
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

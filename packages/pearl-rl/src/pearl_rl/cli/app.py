@@ -100,6 +100,33 @@ def train(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Model, like qwen3-8b.")],
+    gpu: Annotated[str, typer.Option(help="GPU, like h800.")],
+    workers: Annotated[int, typer.Option(help="Rollout workers of the budget.")],
+    tp: Annotated[int, typer.Option(help="GPUs of one worker (tensor parallelism).")] = 1,
+    profile: Annotated[str, typer.Option(help="Workload: a bundled name or a JSON file.")] = "swe-32k",
+    current: Annotated[str | None, typer.Option(help="Configuration now, like 4C or 2P3D.")] = None,
+    printed: Annotated[bool, typer.Option("--printed", help="Decide by eqs. (1)-(3) exactly as printed.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Add what each makespan is made of.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose the prefill/decode mode and ratio for a number of workers."""
+    from pearl_rl.cli.plan import PlanQuestion, answer
+
+    question = PlanQuestion(
+        model=model,
+        gpu=gpu,
+        tp=tp,
+        workers=workers,
+        profile=profile,
+        current=current,
+        makespan="printed" if printed else "extended",
+    )
+    raise typer.Exit(int(answer(question, explain=explain, as_json=as_json)))
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run and how to get what is missing."""
     from pearl_rl.cli.doctor import examine
