@@ -39,7 +39,7 @@ from pearl_state.roles import Role, Zone
 from pearl_state.worker import Worker, WorkerId
 
 PLAN = PlanId(7)
-DEADLINE_S = 30.0
+DEADLINE_S = 12.0
 LIMITS = Limits(start_s=60.0, load_s=20.0, sync_s=20.0, switch_s=20.0, training_release_s=20.0, training_resume_s=20.0)
 BOUND_S = 400.0
 """More than the longest chain of limits; an answer that took longer would be one that waits for nothing."""
@@ -176,6 +176,9 @@ def judge_stage(run: Run) -> None:
                 assert process.role is run.effect.switch[worker.id]
     if run.effect.deadline_s is not None and not run.effect.admit:
         assert event.now_s <= run.effect.deadline_s, "the deadline passed"
+        if event.now_s > run.effect.deadline_s - LIMITS.kill_s - LIMITS.cancel_s:
+            killed = [c.worker for c in run.world.script.calls if c.method == "kill"]
+            assert event.failed.keys() <= set(killed), "a process outlives its deadline"
 
 
 def judge_sync(run: Run) -> None:
@@ -354,9 +357,23 @@ def test_cancelled_at_any_moment_it_answers_and_leaves_nothing_half(name: str) -
     for moment in (0.1, *moments, *between):
         run = play(SCENARIOS[name], cancel_at_s=moment)
         cancelled += run.cancelled
-        if name not in ("clean",):
+        if name != "clean":
             assert run.posted, "a cancelled effect was not answered"
+        if isinstance(run.effect, PrepareGroup):
+            assert isinstance(run.posted[0], GroupFailed) is run.cancelled, "a cancelled group was not given up"
     assert cancelled > len(between) // 2
+
+
+@pytest.mark.parametrize("name", ["expansion", "borrow"])
+def test_cancelled_while_it_cleans_up_it_cleans_all_the_same(name: str) -> None:
+    calls = undisturbed(name).world.script.calls
+    for call in range(1, len(calls) + 1):
+        failed = play(SCENARIOS[name], fault=Fault.FAIL, call=call)
+        (answer,) = failed.posted
+        cleaning = [c.began_s for c in failed.world.script.calls if c.method in ("stop", "kill", "release")]
+        assert cleaning
+        for moment in {0.5 * (min(cleaning) + answer.now_s), answer.now_s}:
+            play(SCENARIOS[name], fault=Fault.FAIL, call=call, cancel_at_s=moment)
 
 
 @pytest.mark.parametrize("name", ["expansion", "borrow"])

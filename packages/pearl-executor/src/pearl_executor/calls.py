@@ -107,12 +107,12 @@ class BoundedCalls:
             await asyncio.wait({task}, timeout=max(0.0, limit_s))
         except asyncio.CancelledError:
             left_s = limit_s - (asyncio.get_running_loop().time() - began_s)
-            await self._end(task, min(settle_s, left_s))
+            await self._end(task, min(settle_s, left_s), limit_s)
             raise
         if not task.done():
-            await self._end(task, 0.0)
+            await self._end(task, 0.0, limit_s)
 
-    async def _end(self, task: "asyncio.Task[T]", grace_s: float) -> None:
+    async def _end(self, task: "asyncio.Task[T]", grace_s: float, limit_s: float) -> None:
         # Its late result is void, and a call that ignores its cancellation must not hold anybody up.
         self._left_alone.add(task)
         task.add_done_callback(self._forget)
@@ -122,7 +122,7 @@ class BoundedCalls:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task}, timeout=self._cancel_s)
+                await asyncio.wait({task}, timeout=min(self._cancel_s, 0.25 * max(0.0, limit_s)))
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._left_alone.discard(task)

@@ -41,7 +41,7 @@ class Limits:
     retry_max_s: float = 30.0
     """Longest such pause."""
     cancel_s: float = 1.0
-    """How long a call may take to end once it is cancelled; after that it is left alone."""
+    """How long a call may take to end once it is cancelled, at most a quarter of its limit; then it is left alone."""
     settle_s: float = 10.0
     """How long a cancelled borrow waits for a resume under way, whose outcome decides whether the process is kept."""
     training_release_s: float = 120.0

@@ -86,20 +86,21 @@ class BoundedWorkers:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    async def interrupt(self, worker: Worker, limit_s: float) -> None:
-        """End all requests, which return with their partial tokens."""
-        await self._calls.call(worker, "interrupt", self._port.interrupt(worker), min(limit_s, self.limits.interrupt_s))
+    async def interrupt(self, worker: Worker, limit_s: float) -> int:
+        """End all requests, which return with their partial tokens; returns how many there were."""
+        limit_s = min(limit_s, self.limits.interrupt_s)
+        return await self._calls.call(worker, "interrupt", self._port.interrupt(worker), limit_s)
 
     async def drain(self, worker: Worker, limit_s: float) -> None:
         """Interrupt all requests until the engine is idle, for at most `limit_s` and `Limits.idle_s`.
 
-        Routing has withdrawn the worker before, but a request may still have been under way to it: therefore the
-        interruption is repeated.
+        Routing has withdrawn the worker before, but requests may still have been under way to it: therefore the
+        interruption is repeated until it finds nobody.
         """
         limit_s = min(limit_s, self.limits.idle_s)
         until_s = _now_s() + limit_s
         while True:
-            await self.interrupt(worker, until_s - _now_s())
+            found = await self.interrupt(worker, until_s - _now_s())
             wait_s = min(self.limits.interrupt_again_s, until_s - _now_s())
             try:
                 await self._calls.call(worker, "wait_idle", self._port.wait_idle(worker), wait_s)
@@ -109,7 +110,8 @@ class BoundedWorkers:
                 if _now_s() >= until_s:
                     raise CallError(f"worker {worker.id}: wait_idle exceeded {limit_s:g} s", error.kind) from error
             else:
-                return
+                if not found:
+                    return
 
     # ---- device state -----------------------------------------------------------------------------------------------
 
