@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pearl_executor.engines.torch.contract import EngineLimits
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.ports import WeightSnapshot
 from pearl_executor.runtimes.local.hosting import torch_recipe
@@ -119,13 +118,14 @@ class _Run:
         self._began_s = loop.time()
         suite = make_suite(settings.environment.name, settings.environment.args)
         model_dir = folder.path / "model" if settings.model.path == "tiny" else Path(settings.model.path)
-        engine = EngineLimits(
-            max_running=settings.engine.max_running,
-            kv_tokens=settings.engine.kv_tokens,
-            prefill_chunk_tokens=settings.engine.prefill_chunk_tokens,
-            max_context_tokens=settings.model.max_context_tokens,
+        recipe = torch_recipe(
+            model_dir,
+            parts.engine_limits(settings),
+            parts.pace(settings),
+            device=settings.engine.device,
+            seed=settings.run.seed,
+            weight_version=0,
         )
-        recipe = torch_recipe(model_dir, engine, parts.pace(settings), seed=settings.run.seed, weight_version=0)
         forks = await stack.enter_async_context(
             ForkServer(folder.path / "workers", preload=(*recipe.preload, *PRELOAD))
         )
@@ -140,6 +140,7 @@ class _Run:
             ranks=settings.cluster.training_gpus,
             update_s=settings.device.training_update_s if settings.device.paced else 0.0,
             limits=parts.trainer_limits(settings),
+            threads=settings.train.threads,
         )
         stack.push_async_callback(self._trainer.stop)
         first = await self._trainer.start()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pearl_executor.availability import ControlFileSource, FixedSource, TraceSource, merge_sources, read_trace
+from pearl_executor.engines.torch.contract import EngineLimits
 from pearl_executor.limits import Limits
 from pearl_executor.pacing import Pace
 from pearl_executor.ports import AvailabilitySource, Sampling
@@ -38,6 +39,16 @@ def pace(settings: Settings) -> Pace:
 def limits(settings: Settings) -> Limits:
     """Bounds of the executors."""
     return Limits(**settings.limits.executor.model_dump())
+
+
+def engine_limits(settings: Settings) -> EngineLimits:
+    """Sizes of one worker's engine."""
+    return EngineLimits(
+        max_running=settings.engine.max_running,
+        kv_tokens=settings.engine.kv_tokens,
+        prefill_chunk_tokens=settings.engine.prefill_chunk_tokens,
+        max_context_tokens=settings.model.max_context_tokens,
+    )
 
 
 def timeouts(settings: Settings) -> Timeouts:
@@ -78,12 +89,13 @@ def sampling(settings: Settings) -> Sampling:
 def policy(settings: Settings) -> Policy:
     """Who chooses the configuration."""
     planner = settings.planner
+    held = Configuration.parse(planner.configuration) if planner.configuration else None
     if planner.policy == "fixed":
-        return fixed(Configuration.parse(planner.configuration) if planner.configuration else None)
-    if planner.policy == "static_pd":
-        return static_pd(Configuration.parse(planner.configuration))
+        return fixed(held)
     if planner.policy == "colocated_elastic":
         return colocated_elastic()
+    if planner.policy == "static_pd" and held is not None:
+        return static_pd(held)
     decide = DecideSettings(
         model=planner.model,
         ratio_threshold=planner.ratio_threshold,
@@ -205,9 +217,12 @@ def trainer_options(settings: Settings) -> TrainerOptions:
 
 def trainer_limits(settings: Settings) -> TrainerLimits:
     """Bounds of the trainer."""
-    limits = settings.limits.training
+    bounds = settings.limits.training
     return TrainerLimits(
-        start_s=limits.start_s, update_s=limits.update_s, checkpoint_s=limits.checkpoint_s, memory_s=limits.memory_s
+        start_s=bounds.start_s,
+        update_s=bounds.update_s,
+        checkpoint_s=bounds.checkpoint_s,
+        memory_s=bounds.memory_s,
     )
 
 
