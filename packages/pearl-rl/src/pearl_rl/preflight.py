@@ -16,8 +16,12 @@ def trace_path(settings: Settings) -> Path:
 
 
 def check_parts(settings: Settings) -> None:
-    """Read the files that `settings` names. Raises `SettingsError` with one line."""
+    """Build every part that needs no process, and read the files that `settings` names.
+
+    Raises `SettingsError` with the one line in which a part says what it cannot do.
+    """
     from pearl_executor.availability import read_trace
+    from pearl_rl import parts
 
     availability = settings.availability
     if availability.source == "trace":
@@ -25,6 +29,26 @@ def check_parts(settings: Settings) -> None:
             read_trace(trace_path(settings), availability.segment or None)
         except ValueError as error:
             raise SettingsError(f"availability.trace = {availability.trace}: {error}") from None
+    for build in (
+        parts.pace,
+        parts.limits,
+        parts.engine_limits,
+        parts.timeouts,
+        parts.router_limits,
+        parts.agent_limits,
+        parts.sampling,
+        parts.elastic_settings,
+        parts.toggle_costs,
+        parts.availability,
+        parts.pipeline_settings,
+        parts.trainer_options,
+        parts.trainer_limits,
+        parts.prior_workload,
+    ):
+        try:
+            build(settings)
+        except ValueError as error:
+            raise SettingsError(f"settings cannot be used: {error}") from None
 
 
 def check_installed() -> None:

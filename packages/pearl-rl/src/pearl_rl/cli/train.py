@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,7 +63,8 @@ def run_training(
     resolved = load_settings(config, overrides)
     check_parts(resolved.settings)
     check_installed()
-    train: Train = import_module("pearl_rl.compose").train
+    from pearl_rl.compose import train
+
     with RunFolder.create(resolved, run_dir) as folder:
         outcome = run_in_folder(train, resolved.settings, folder, as_json=as_json, plain=plain)
     return _report(outcome, resolved.settings, folder, as_json=as_json)
