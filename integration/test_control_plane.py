@@ -1,0 +1,222 @@
+"""The whole control plane in virtual time: real scheduler, planner, executors, router and pipeline on fake processes.
+
+Random scripts of offers, reclaims and crashes run against a training job; whatever happens, every step is trained on,
+no trajectory is lost, no worker serves stale weights, and no GPU ever has two owners.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pearl_executor.execution import ElasticExecutor
+from pearl_executor.limits import Limits
+from pearl_executor.testing import FakeTraining, FakeWeights, FakeWorkers
+from pearl_executor.virtual_time import run_virtual
+from pearl_planner.elastic import Borrowing, ElasticSettings, initial_state
+from pearl_planner.policies import pearl
+from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.rollout.agent import AgentLimits, TextAgent
+from pearl_rl.rollout.environments.protocol import StepResult, Task, observe
+from pearl_rl.rollout.pipeline import PipelineScheduler
+from pearl_rl.rollout.pipeline_settings import PipelineSettings
+from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.testing import FakeTrainer
+from pearl_rl.rollout.training_gate import TrainingGate
+from pearl_state.events import GpusOffered, GpusReclaimed, WorkerFailed
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.roles import Role, Tenure
+from pearl_state.worker import GpuId
+
+WORKLOAD = WorkloadProfile(batch=8, turns=3, new_prompt_tokens=20, response_tokens=8, turn_environment_s=0.3)
+PLATFORM = PlatformProfile(
+    decode_fixed_s=0.03,
+    decode_per_sequence_s=0.002,
+    prefill_per_token_s=0.003,
+    kv_bytes_per_token=1024,
+    transfer_bytes_per_s=1e8,
+    overhead_per_turn_s=0.05,
+)
+
+
+class Words:
+    """A tokenizer of as many tokens as there are words."""
+
+    stop_token_ids = (0,)
+
+    def prompt(self, observation, *, previous):
+        return [1 + len(word) for word in observation.text.split()]
+
+    def decode(self, tokens):
+        return " ".join(str(token) for token in tokens)
+
+
+class Quiz:
+    """Three turns, then a reward."""
+
+    async def reset(self, task):
+        self.turn = 0
+        await asyncio.sleep(0.1)
+        return observe("the first question of this task")
+
+    async def step(self, action):
+        self.turn += 1
+        await asyncio.sleep(0.3)
+        return StepResult(observe("and another question"), 1.0, self.turn >= 3, {})
+
+    async def close(self):
+        pass
+
+
+class Tasks:
+    size = None
+
+    def task(self, index):
+        return Task(id=f"q{index}", seed=index, payload={})
+
+
+class Trainer(FakeTrainer):
+    """The pipeline's trainer, which must hold the training memory while it updates."""
+
+    def __init__(self, memory: FakeTraining) -> None:
+        super().__init__(update_s=2.0)
+        self.memory = memory
+
+    async def update(self, trajectories):
+        assert self.memory.resident, "training runs without its memory"
+        result = await super().update(trajectories)
+        assert self.memory.resident, "training lost its memory in the middle of an update"
+        return result
+
+
+class Tracker:
+    def observe_turns(self, samples):
+        pass
+
+    def finish_step(self, **_):
+        pass
+
+
+class Cluster:
+    """Everything wired as in a real run, on fakes."""
+
+    def __init__(self, borrowing: Borrowing, steps: int) -> None:
+        self.workers = FakeWorkers()
+        self.training = FakeTraining(
+            frozenset({GpuId(0), GpuId(1)}), script=self.workers.script, ledger=self.workers.ledger
+        )
+        self.weights = FakeWeights()
+        self.gate = TrainingGate()
+        self.returned: set[GpuId] = set()
+        self.router = Router(self.workers, on_fault=self.fault)
+        state = initial_state(
+            settings=ElasticSettings(policy=pearl(), borrowing=borrowing, return_s=20.0),
+            workload=WORKLOAD,
+            platform=PLATFORM,
+            training_gpus=2,
+        )
+        self.scheduler = ElasticScheduler(
+            replace(state, calibrated=True),
+            executor=ElasticExecutor(self.workers, self.training, self.weights, Limits().scaled(0.2)),
+            routing=self.router,
+            training=self.gate,
+            returned=self.returned.update,
+            on_step=self.check,
+        )
+        self.pipeline = PipelineScheduler(
+            PipelineSettings(steps=steps, groups_per_step=4, group_size=2, grant_s=200.0, batch_s=2000.0),
+            router=self.router,
+            agent=TextAgent(Quiz, Words(), AgentLimits(turns=3, new_tokens=8, context_tokens=500)),
+            tasks=Tasks(),
+            trainer=Trainer(self.training),
+            publish=lambda snapshot: self.weights.publish(snapshot.version),
+            gate=self.gate,
+            post=self.scheduler.post,
+            tracker=Tracker(),
+        )
+        self.lent = 0
+
+    def fault(self, worker, cause):
+        now_s = asyncio.get_running_loop().time()
+        self.scheduler.post(WorkerFailed(now_s=now_s, worker=worker.id, incarnation=worker.incarnation, cause=cause))
+
+    def check(self, event, state, effects):
+        prefill, decode, _ = state.table.active_roles
+        assert (prefill == 0) == (decode == 0)
+        self.lent += state.lent and bool(state.table.active())
+
+    async def run(self, script):
+        control = asyncio.create_task(self.scheduler.run())
+        self.offer(2, 3, tenure=Tenure.RESERVED)
+        events = asyncio.create_task(self.play(script))
+        try:
+            async with asyncio.timeout(20_000):
+                outcome = await self.pipeline.run()
+        finally:
+            events.cancel()
+            self.scheduler.stop()
+            await asyncio.gather(control, events, return_exceptions=True)
+            await self.router.aclose()
+        control.result()
+        return outcome
+
+    def offer(self, *gpus, tenure=Tenure.PREEMPTIBLE):
+        now_s = asyncio.get_running_loop().time()
+        self.scheduler.post(GpusOffered(now_s=now_s, gpus=frozenset(map(GpuId, gpus)), tenure=tenure))
+
+    async def play(self, script):
+        for wait_s, action, gpu in script:
+            await asyncio.sleep(wait_s)
+            now_s = asyncio.get_running_loop().time()
+            if action == "offer":
+                self.offer(gpu)
+            elif action == "reclaim":
+                deadline_s = now_s + wait_s
+                self.scheduler.post(GpusReclaimed(now_s=now_s, gpus=frozenset({GpuId(gpu)}), deadline_s=deadline_s))
+            else:
+                victims = [
+                    row
+                    for row in self.scheduler.state.table.rows.values()
+                    if GpuId(gpu) in row.gpus and row.holds_gpu and row.role is not Role.TRAINING
+                ]
+                for row in victims:
+                    self.workers.crash(row.id)
+                    self.fault(row, "crash")
+
+
+SCRIPTS = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.2, 1.0, 5.0, 20.0]),
+        st.sampled_from(["offer", "offer", "reclaim", "crash"]),
+        st.integers(10, 14),
+    ),
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("borrowing", [Borrowing.OFF, Borrowing.UNGATED, Borrowing.GATED])
+@given(script=SCRIPTS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_comes_and_goes_every_step_is_trained_and_nothing_is_lost(borrowing, script) -> None:
+    async def main():
+        cluster = Cluster(borrowing, steps=3)
+        return cluster, await cluster.run(script)
+
+    cluster, outcome = run_virtual(main())
+    assert outcome.steps == 3
+    assert outcome.counts.lost == 0
+    assert cluster.router.statistics.stale_served == 0
+    assert cluster.workers.violations == []
+    assert cluster.workers.ledger.violations == []
+    assert all(len(owners) == 1 for owners in cluster.workers.ledger.owners().values())
+
+
+def test_idle_training_gpus_are_lent_and_come_back_before_each_update() -> None:
+    async def main():
+        cluster = Cluster(Borrowing.UNGATED, steps=3)
+        await cluster.run([])
+        return cluster
+
+    assert run_virtual(main()).lent > 0
