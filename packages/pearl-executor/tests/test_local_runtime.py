@@ -1,6 +1,8 @@
 import asyncio
 import contextlib
+import itertools
 import os
+import random
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -320,6 +322,95 @@ def test_a_pair_that_loses_its_decode_worker_keeps_the_tokens_and_frees_the_pref
             assert error.value.worker == 2
             assert chunks.tokens == continuation(PROMPT, len(chunks.tokens))
             await local.wait_idle(prefill)
+
+    run(main())
+
+
+BREAKING = """
+from pearl_executor.runtimes.local import scripted
+from pearl_executor.runtimes.local.hosting import Hosted
+
+class Breaking(scripted.ScriptedEngine):
+    def step(self):
+        if any(len(entry.tokens) > 8 for entry in self._requests.values()):
+            raise ArithmeticError("the engine broke")
+        return super().step()
+
+def build(settings, role):
+    hosted = scripted.build(settings, role)
+    engine = Breaking(role, hosted.engine._pace, 0, 16)
+    return Hosted(engine, hosted.read_blob)
+"""
+
+
+def test_an_engine_that_breaks_is_lost_and_its_last_words_are_told(tmp_path):
+    async def main():
+        lost: asyncio.Queue[tuple[int, int, str]] = asyncio.Queue()
+        (tmp_path / "breaking_engine.py").write_text(BREAKING)
+        recipe = replace(scripted_recipe(SLOW), factory="breaking_engine:build")
+        async with (
+            ForkServer(tmp_path / "logs", environment={"PYTHONPATH": str(tmp_path)}) as forks,
+            LocalRuntime(recipe, forks=forks, on_lost=lambda *what: lost.put_nowait(what)) as local,
+        ):
+            await local.start(worker())
+            chunks = Chunks()
+            with pytest.raises(WorkerLostError):
+                await local.generate(worker(), request("a", ENDLESS), chunks)
+            assert chunks.tokens == continuation(PROMPT, 6)
+            assert await lost.get() == (0, 1, "exited with code 1: ArithmeticError: the engine broke")
+
+    run(main())
+
+
+def test_calls_survive_any_worker_dying_at_any_time():
+    """Workers are killed at random and replaced; every call goes on elsewhere from the tokens it has."""
+    roles = (Role.COLOCATED, Role.COLOCATED, Role.PREFILL, Role.DECODE)
+    rng = random.Random(11)
+
+    async def main():
+        async with runtime(pace=Pace(decode_fixed_s=0.004)) as local:
+            rows = [worker(slot, role) for slot, role in enumerate(roles)]
+            await asyncio.gather(*(local.start(row) for row in rows))
+            kills = 0
+
+            async def attempt(rid, tokens, number):
+                prompt = (*number, *tokens)
+                call = request(rid, 120 - len(tokens), prompt, affinity=str(number), position=len(tokens))
+                collect = lambda chunk: tokens.extend(chunk.tokens)  # noqa: E731
+                if rng.random() < 0.5:
+                    return await local.generate(rows[rng.randrange(2)], call, collect)
+                return await local.generate_pair(rows[2], rows[3], call, collect)
+
+            async def finish(number):
+                tokens: list[int] = []
+                attempts = itertools.count()
+                while len(tokens) < 120:
+                    try:
+                        await attempt(f"{number}.{next(attempts)}", tokens, number)
+                    except WorkerError:
+                        await asyncio.sleep(0.01)
+                return tokens
+
+            async def wreck():
+                nonlocal kills
+                while True:
+                    await asyncio.sleep(0.06)
+                    slot = rng.randrange(4)
+                    old = rows[slot]
+                    os.kill(local.pids[old.id], signal.SIGKILL)
+                    rows[slot] = replace(old, incarnation=old.incarnation + 1)
+                    await local.start(rows[slot])
+                    kills += 1
+
+            wrecking = asyncio.ensure_future(wreck())
+            numbers = [(i, i + 1) for i in range(24)]
+            results = await asyncio.gather(*(finish(number) for number in numbers))
+            wrecking.cancel()
+            await asyncio.gather(wrecking, return_exceptions=True)
+            assert results == [continuation(number, 120) for number in numbers]
+            assert kills >= 2
+            living = [row for row in rows if row.id in local.pids]
+            await asyncio.gather(*(local.wait_idle(row) for row in living))
 
     run(main())
 
