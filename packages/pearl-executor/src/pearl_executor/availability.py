@@ -108,7 +108,7 @@ def _number(where: str, column: str, text: str | None) -> float:
     return value
 
 
-class _Pool:
+class DevicePool:
     """Emulated devices of one source: each is free, given out, or asked back and not yet returned."""
 
     def __init__(self, gpus: Iterable[int]) -> None:
@@ -123,20 +123,24 @@ class _Pool:
 
     @property
     def free(self) -> list[GpuId]:
+        """Devices that may be offered, lowest first."""
         return sorted(self.all - self.given - self.recalled)
 
     def give(self, gpus: Iterable[GpuId]) -> frozenset[GpuId]:
+        """Mark free devices as given out."""
         chosen = frozenset(gpus)
         self.given |= chosen
         return chosen
 
     def recall(self, gpus: Iterable[GpuId]) -> frozenset[GpuId]:
+        """Mark devices as asked back; returns those that were given out."""
         chosen = frozenset(gpus) & self.given
         self.given -= chosen
         self.recalled |= chosen
         return chosen
 
     def returned(self, gpus: frozenset[GpuId]) -> None:
+        """Mark devices as free again; others than this pool's are ignored."""
         # A GPU given back unasked is free as well: the provider may offer it again.
         back = gpus & (self.recalled | self.given)
         self.recalled -= back
@@ -173,7 +177,7 @@ class TraceSource:
             raise ValueError(f"notice_s is {notice_s}; it must be a finite number >= 0 (seconds)")
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"scale is {scale}; it must be a finite number > 0 (GPUs per counted unit)")
-        self._pool = _Pool(gpus)
+        self._pool = DevicePool(gpus)
         rows = _check_rows(trace) if not isinstance(trace, (str, os.PathLike)) else read_trace(trace, segment)
         limit = len(self._pool.all)
         self.steps: tuple[TraceRow, ...] = tuple(
@@ -252,14 +256,14 @@ class CommandError(ValueError):
     """A command of a person that cannot be carried out; the message says why."""
 
 
-class _Commands:
+class Commands:
     """Offers and reclaims that people ask for: `{"offer": 2}`, `{"reclaim": [4, 5], "notice_s": 30}`.
 
     Both take a number of GPUs or a list of ids.
     """
 
     def __init__(self, gpus: Iterable[int], notice_s: float, node: str) -> None:
-        self.pool = _Pool(gpus)
+        self.pool = DevicePool(gpus)
         self._notice_s = notice_s
         self._node = node
 
@@ -308,7 +312,7 @@ class ControlFileSource:
         on_error: Callable[[str], None] = _log.warning,
     ) -> None:
         self._path = Path(path)
-        self._commands = _Commands(gpus, notice_s, node)
+        self._commands = Commands(gpus, notice_s, node)
         self._poll_s = poll_s
         self._on_error = on_error
 
