@@ -11,7 +11,11 @@ Added to the printed equations (symbols as in `makespan`):
   x = F + G·x/(x + o), with F = r·A and G the load of all n: environment time is counted once, as it overlaps.
 - *KV queue of colocation.* Where the pool cannot hold the batch, requests wait: the fixed cost of decode is paid once
   for each part of the batch that fits.
+- *Turn by turn.* Under disaggregation each group of turns takes the longer of its prefill and its decode path, so that
+  a prefill pool that is too small early in a step does not vanish behind a long tail of few trajectories.
 - *Hand-over.* `handover_s` a turn under disaggregation.
+
+Both paths of a group are convex in N_P, and so are the longer one and the sum: a discrete bisection finds the best.
 """
 
 import math
@@ -68,11 +72,8 @@ class ExtendedModel:
     """`MakespanModel` with the additions of this module. `is_printed` where the profile has data for none of them."""
 
     __slots__ = (
-        "_after_prefill",
-        "_beside_decode",
+        "_beside",
         "_cap",
-        "_decode_fixed",
-        "_decode_s",
         "_environment",
         "_fixed",
         "_groups",
@@ -84,14 +85,15 @@ class ExtendedModel:
         "_pair_outside",
         "_per_prompt",
         "_per_sequence",
-        "_prefill_s",
+        "_stretch",
         "_transfer",
+        "_turns",
         "_work",
         "is_printed",
     )
 
     def __init__(self, workload: WorkloadProfile, platform: PlatformProfile, kv_headroom: float = 1.0) -> None:
-        turns = workload.turns
+        turns = self._turns = workload.turns
         self._groups = turn_groups(workload)
         self._work = math.fsum(count * running for count, running in self._groups)
         prefill = platform.prefill_per_token_s
@@ -102,20 +104,20 @@ class ExtendedModel:
             self._cap = platform.prefix_capacity_tokens / workload.context_tokens
         self._fixed = workload.response_tokens * platform.decode_fixed_s
         self._per_sequence = workload.response_tokens * platform.decode_per_sequence_s
-        self._decode_fixed = turns * self._fixed * (1.0 + workload.bubble_ratio)
         self._over = turns * platform.overhead_per_turn_s
         self._handover = turns * platform.handover_s
-        transfer = workload.new_prompt_tokens * platform.kv_bytes_per_token / platform.transfer_bytes_per_s
-        self._transfer = self._work * transfer
+        self._transfer = workload.new_prompt_tokens * platform.kv_bytes_per_token / platform.transfer_bytes_per_s
         self._outside = workload.turn_environment_s
-        self._pair_outside = self._outside + self._per_prompt + transfer + platform.handover_s
         self._environment = workload.environment_s or turns * workload.turn_environment_s
-        self._after_prefill = self._beside_decode = self._environment + self._handover
         if self._outside:
-            # A saturated prefill pool hides the environment of all but the last turn; a trajectory that waits for
-            # nobody goes through its own prefill, transfer and environment in series.
-            self._after_prefill = self._environment / turns + platform.handover_s
-            self._beside_decode += turns * (self._per_prompt + transfer)
+            # The bubble is what a trajectory does besides decode; its environment time is on the path already.
+            self._stretch = 1.0
+            self._pair_outside = self._outside + self._per_prompt + self._transfer + platform.handover_s
+            self._beside = max(0.0, self._environment - turns * self._outside)
+        else:
+            self._stretch = 1.0 + workload.bubble_ratio
+            self._pair_outside = 0.0
+            self._beside = self._environment + self._handover
         per_sequence = kv_bytes_per_sequence(workload, platform, kv_headroom)
         bounded = platform.kv_capacity_bytes > 0 and per_sequence > 0
         self._kv_sequences = platform.kv_capacity_bytes / per_sequence if bounded else math.inf
@@ -127,8 +129,6 @@ class ExtendedModel:
             and len(self._groups) == 1
             and self._work == turns * workload.batch
         )
-        self._prefill_s: dict[int, tuple[float, float]] = {}
-        self._decode_s: dict[int, float] = {}
 
     def _misses(self, workers: int) -> float:
         """Seconds of prefill, over the step and all workers together, that evicted prefixes cause."""
@@ -158,54 +158,52 @@ class ExtendedModel:
             bottleneck="shared",
         )
 
-    def _prefill_path(self, workers: int) -> tuple[float, float]:
-        """Seconds of prefill on each of `workers`, and the part of it that misses cause."""
-        path = self._prefill_s.get(workers)
-        if path is None:
-            again = self._misses(workers) / workers if self._cap * workers < self._groups[0][1] else 0.0
-            path = self._work * self._per_prompt / workers + again, again
-            self._prefill_s[workers] = path
-        return path
+    def _walk(self, prefill_workers: int, decode_workers: int) -> tuple[float, float, float, float]:
+        """Over all turns: the longer paths, prefill of ΔL, prefill again, and decode with bubbles, seconds."""
+        transfer, miss, held = self._transfer, self._miss, self._cap * prefill_workers
+        own = self._per_prompt / prefill_workers
+        fixed, outside = self._fixed * self._stretch, self._pair_outside
+        load = self._per_sequence / decode_workers
+        # `residence_s`, written out: this is the inner loop of a decision.
+        base, product = 0.5 * (fixed - outside), fixed * outside
+        longer = new = again = decode = 0.0
+        for count, running in self._groups:
+            half = base + 0.5 * load * running
+            stay = half + math.sqrt(half * half + product)
+            insert = running * own
+            new += count * insert
+            if running > held:
+                missed = miss * (running - held) / prefill_workers
+                again += count * missed
+                insert += missed
+            insert += running * transfer
+            decode += count * stay
+            stay += outside
+            longer += count * (insert if insert > stay else stay)
+        return longer, new, again, decode
 
-    def _decode_path(self, workers: int) -> float:
-        """Seconds that the slowest trajectory spends in decode, bubbles included where θ is a given constant."""
-        path = self._decode_s.get(workers)
-        if path is None:
-            if self._outside:
-                # `residence_s`, written out: this is the inner loop of a decision.
-                slope = 0.5 * self._per_sequence / workers
-                base = 0.5 * (self._fixed - self._pair_outside)
-                product = self._fixed * self._pair_outside
-                path = 0.0
-                for count, running in self._groups:
-                    half = base + slope * running
-                    path += count * (half + math.sqrt(half * half + product))
-            else:
-                path = self._decode_fixed + self._work * self._per_sequence / workers
-            self._decode_s[workers] = path
-        return path
+    def total_s(self, prefill_workers: int, decode_workers: int) -> float:
+        """Makespan under disaggregation, seconds."""
+        return self._walk(prefill_workers, decode_workers)[0] + self._beside
 
     def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:
-        """The two paths; see `MakespanModel.paths`."""
-        return (
-            self._prefill_path(prefill_workers)[0] + self._transfer + self._after_prefill,
-            self._decode_path(decode_workers) + self._beside_decode,
-        )
+        """The two paths, each with what follows it; see `MakespanModel.paths`."""
+        _, new, again, decode = self._walk(prefill_workers, decode_workers)
+        outside = self._turns * self._pair_outside
+        return new + again + self._work * self._transfer + self._beside, decode + outside + self._beside
 
     def disaggregated(self, prefill_workers: int, decode_workers: int) -> MakespanTerms:
         """Eqs. (2) and (3) with the additions."""
-        prefill, again = self._prefill_path(prefill_workers)
-        decode = self._decode_path(decode_workers)
-        first = prefill + self._transfer + self._after_prefill
-        second = decode + self._beside_decode
-        bound = first > second
+        longer, new, again, decode = self._walk(prefill_workers, decode_workers)
+        transfer = self._work * self._transfer
+        first, second = new + again + transfer, decode + self._turns * self._pair_outside
         return MakespanTerms(
-            total_s=first if bound else second,
-            prefill_s=prefill,
+            total_s=longer + self._beside,
+            prefill_s=new + again,
             decode_s=decode,
-            transfer_s=self._transfer,
+            transfer_s=transfer,
             overhead_s=self._handover,
             environment_s=self._environment,
             reprefill_s=again,
-            bottleneck="prefill" if bound else "decode",
+            bottleneck="prefill" if first > second else "decode",
         )

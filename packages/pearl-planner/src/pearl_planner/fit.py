@@ -214,8 +214,8 @@ def fit_workload(
 ) -> WorkloadFit:
     """S, r, ΔL, θ, T_env, contexts and `active_by_turn` from the turns of one or more steps.
 
-    S is the largest number of turns of a step, averaged over steps. T_env is S times the mean environment time of a
-    turn, since turns do not say whose they are. Raises `ProfileError` for samples that are not finite or negative.
+    S is the largest number of turns of a step, averaged over steps. T_env is S − 1 times the mean pause between
+    turns, since turns do not say whose they are. Raises `ProfileError` for samples that are not finite or negative.
     """
     count = len(samples)
     # Checked first, so that a broken meter is an error however few samples there are.
@@ -243,14 +243,16 @@ def fit_workload(
     active = np.minimum.accumulate(np.minimum(1.0, reached / started))
     longest = [float(turn[step == k].max()) + 1.0 for k in np.unique(step)]
     turns = float(np.mean(longest))
-    environment = clipped_mean(columns["environment_s"])
+    # What follows a trajectory's last turn is no pause between turns.
+    pauses = np.array([s.environment_s for s in samples if not s.last] or [0.0], dtype=np.float64)
+    environment = clipped_mean(pauses)
     decode = float(columns["decode_s"].sum())
     outside = sum(float(columns[name].sum()) for name in ("prefill_s", "queue_s", "environment_s"))
     values = {
         "turns": turns,
         "new_prompt_tokens": clipped_mean(columns["new_prompt_tokens"]),
         "response_tokens": clipped_mean(columns["response_tokens"]),
-        "environment_s": turns * environment,
+        "environment_s": max(0.0, turns - 1.0) * environment,
         "context_tokens": clipped_mean(columns["context_tokens"]),
         "max_context_tokens": float(columns["context_tokens"].max()),
         "mean_turns": min(turns, count / started),

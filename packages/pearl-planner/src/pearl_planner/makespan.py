@@ -12,7 +12,7 @@ from pearl_state.profile import PlatformProfile, WorkloadProfile
 
 
 class MakespanModel(Protocol):
-    """Predicts the makespan of a batch. `total_s` under disaggregation is the larger of the two of `paths`."""
+    """Predicts the makespan of a batch of which all workers take part. All times in seconds."""
 
     def colocated(self, workers: int) -> MakespanTerms:
         """T_coloc of N = `workers` ≥ 1 colocated workers."""
@@ -22,11 +22,14 @@ class MakespanModel(Protocol):
         """T_dis of N_P and N_D ≥ 1 workers."""
         ...
 
-    def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:
-        """Makespan if only the prefill path, or only the decode path, took time, seconds.
+    def total_s(self, prefill_workers: int, decode_workers: int) -> float:
+        """T_dis alone, as `disaggregated` gives it. At N workers it is convex in N_P, so that bisection is exact."""
+        ...
 
-        The first never rises with N_P and the second never rises with N_D: at N workers their larger one falls and
-        then rises with N_P, which makes bisection exact.
+    def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:
+        """Makespan if only the prefill path, or only the decode path, took time.
+
+        The first never rises with N_P, the second never with N_D.
         """
         ...
 
@@ -74,6 +77,10 @@ class PrintedModel:
             environment_s=self._environment,
             bottleneck="prefill" if bound else "decode",
         )
+
+    def total_s(self, prefill_workers: int, decode_workers: int) -> float:
+        """max(T_prefill, T_decode) + T_env."""
+        return max(self.paths(prefill_workers, decode_workers))
 
     def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:
         """T_prefill + T_env and T_decode + T_env."""

@@ -70,14 +70,18 @@ class Switch:
     left: int = 0
     """Workers that leave; free of charge."""
     cost_s: float = 0.0
-    """Batch time lost: each affected worker's share of the pool, times the seconds it does not serve."""
+    """Batch time lost: each affected worker's share of the pool, times the seconds it does not serve, plus what its
+    lost prefix cache costs."""
 
 
-def switch_between(current: Configuration | None, target: Configuration, costs: SwitchCosts) -> Switch:
+def switch_between(
+    current: Configuration | None, target: Configuration, costs: SwitchCosts, cached_prefill_s: float = 0.0
+) -> Switch:
     """What must happen to get from `current` (None: nothing runs) to `target`, at best.
 
     Who leaves in a shrink is taken to be whoever the target needs least. Cost: a switch that keeps k of N workers from
-    serving for t seconds costs k/N·t.
+    serving for t seconds costs k/N·t; and since a changed role empties the cache, k/N of all running contexts are
+    prefilled again: `cached_prefill_s` is what that takes for all of them on one worker.
     """
     if current is None or current.workers == 0:
         joined = target.workers
@@ -100,4 +104,5 @@ def switch_between(current: Configuration | None, target: Configuration, costs: 
         kind = SwitchKind.NEW_WORKERS if joined or left else SwitchKind.NONE
     pool = max(1, target.workers)
     cost = (relaunched * costs.relaunch_s + flipped * costs.flip_s + joined * costs.new_worker_s) / pool
+    cost += (relaunched + flipped) / pool * cached_prefill_s / max(1, target.prefill or target.colocated)
     return Switch(kind=kind, flipped=flipped, relaunched=relaunched, joined=joined, left=left, cost_s=cost)

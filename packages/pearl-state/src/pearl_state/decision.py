@@ -1,5 +1,6 @@
 """A decision that explains itself: what was chosen, over what, for which reason, at which cost."""
 
+import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -100,11 +101,12 @@ class Decision:
     reason: Reason
     budget_workers: int
     candidates: tuple[Candidate, ...]
-    """Ranked: feasible first, then by makespan, then by text. For large budgets only the best few."""
+    """Ranked: fewest broken constraints, then makespan; of equals colocation, then fewest prefill workers.
+    For large budgets only the best few."""
     considered: int
     """How many candidates there were, also where `candidates` holds fewer."""
     predicted_s: float
-    """Makespan of `selected`, seconds."""
+    """Makespan of `selected`, seconds; infinite without a worker (null in JSON)."""
     gain_s: float = 0.0
     """Makespan of `previous` minus that of the best candidate (0 without a previous one that can run)."""
     threshold: float = 0.0
@@ -122,7 +124,7 @@ class Decision:
             "reason": str(self.reason),
             "budget_workers": self.budget_workers,
             "considered": self.considered,
-            "predicted_s": self.predicted_s,
+            "predicted_s": self.predicted_s if math.isfinite(self.predicted_s) else None,
             "gain_s": self.gain_s,
             "threshold": self.threshold,
             "switch": str(self.switch),
