@@ -64,7 +64,7 @@ def test_roles_flip_on_drained_engines_and_peers_are_told_when_all_have_flipped(
 
 def test_a_role_never_changes_under_a_request_or_a_load() -> None:
     async def main() -> None:
-        world = FakeWorld(version=2)
+        world = FakeWorld(version=2, delays_s={"switch_role": 0.5})
         worker = drained(world, 1, Role.COLOCATED, Role.DECODE)
         call = world.generate(replace(worker, role=Role.COLOCATED), 10_000)
         await asyncio.sleep(0.5)
