@@ -433,19 +433,39 @@ def test_refills_end_with_the_cause_named() -> None:
     run_virtual(main())
 
 
+def test_refills_of_a_group_pause_longer_and_longer() -> None:
+    async def main() -> None:
+        failing = {"t00000000", "t00000008", "t00000009", "t00000010"}
+
+        def break_down(episode: Episode, turn: int) -> None:
+            if episode.trajectory in failing:
+                raise EnvironmentFailure("no sandbox can be started")
+
+        bench = Bench(steps=1, refill=RefillLimits(pause_s=1.0, max_pause_s=3.0))
+        bench.agent.before_turn = break_down
+        outcome = await bench.run()
+        assert outcome.counts.failed == 4
+        assert bench.recorder.records[0].rollout_s == pytest.approx(1.0 + 2.0 + 3.0 + 3.0 + 0.6)
+
+    run_virtual(main())
+
+
 def test_a_task_that_cannot_be_played_is_replaced_with_its_group() -> None:
     async def main() -> None:
         def too_long(episode: Episode, turn: int) -> None:
-            if episode.task.id == "task-0" and turn == 1:
+            if episode.trajectory == "t00000003" and turn == 1:
                 raise PromptTooLongError("task-0 is too long")
 
         bench = Bench(steps=1)
         bench.agent.before_turn = too_long
+        # Three samples of its group are complete by then.
+        bench.agent.environment_of = lambda episode: 3.0 if episode.trajectory == "t00000003" else 0.2
         outcome = await bench.run()
         assert {t.task for t in bench.trainer.batches[0]} == {"task-1", "task-2"}
-        assert outcome.counts.dropped + outcome.counts.cancelled == 4
+        assert (outcome.counts.dropped, outcome.counts.cancelled, outcome.counts.dispatched) == (3, 1, 12)
         assert outcome.counts.lost == 0
-        assert [e.remaining for e in bench.of(RolloutProgressed)][-1] == 0
+        left = [e.remaining for e in bench.of(RolloutProgressed)]
+        assert left == [7, 6, 5, 4, 3, 2, 1, 3, 2, 1, 0]
         bench.assert_nothing_left()
 
     run_virtual(main())
@@ -613,6 +633,7 @@ def test_a_stopped_pipeline_finishes_its_step() -> None:
 def test_cancellation_at_any_time_leaves_nothing_running(at_s: float) -> None:
     async def main() -> None:
         bench = Bench(steps=1000)
+        bench.port.abort_s = 0.5
         running = asyncio.create_task(bench.run())
         await asyncio.sleep(at_s)
         running.cancel()

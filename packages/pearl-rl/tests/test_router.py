@@ -1,6 +1,7 @@
 """The router: dispatch by the table only, resume from tokens, one owner per trajectory, bounded waits."""
 
 import asyncio
+import dataclasses
 import random
 
 import pytest
@@ -224,6 +225,30 @@ def test_calls_wait_for_a_blocked_worker_no_longer_than_one_probe_interval() -> 
     run_virtual(main())
 
 
+def test_a_probe_that_is_cancelled_hands_on_to_the_next_call() -> None:
+    async def main() -> None:
+        def fails(record: FakeRequest) -> None:
+            if len(port.requests) == 1:
+                raise TransferError("link down")
+
+        port = FakeGeneration(before_token=fails, prefill_s=1.0)
+        router = Router(port, RouterLimits(serving=ServingLimits(failures_to_block=1, probe_s=5.0)))
+        router.apply(serving_table([C]))
+        first = asyncio.create_task(router.generate(call(0)))
+        await asyncio.sleep(2.0)
+        second = asyncio.create_task(router.generate(call(1)))
+        await asyncio.sleep(4.5)
+        assert len(port.running) == 1
+        prober, other = (first, second) if port.running[0].request.affinity == "t00000000" else (second, first)
+        prober.cancel()
+        result = await other
+        assert result.finished_s == pytest.approx(6.5 + 1.0 + 0.1)
+        await router.settle()
+        assert_idle(router)
+
+    run_virtual(main())
+
+
 def test_the_prefill_worker_with_the_fewest_tokens_to_compute_takes_the_call() -> None:
     async def main() -> None:
         port = FakeGeneration()
@@ -310,16 +335,49 @@ def test_a_stale_result_without_streaming_is_rejected_too() -> None:
     run_virtual(main())
 
 
-def test_a_worker_with_weights_below_the_floor_is_not_dispatched_to_whatever_its_row_says() -> None:
+def test_a_worker_below_the_floor_is_not_dispatched_to_even_if_a_table_says_active() -> None:
     async def main() -> None:
         port = FakeGeneration()
-        router = Router(port, RouterLimits(no_worker_s=3.0))
+        router = Router(port)
         table = serving_table([C, C], version=3)
+        port.versions = {WorkerId(0): 3, WorkerId(1): 5}
+        newer = table.publish(5).report(WorkerId(1), 5)
+        # No update of the table lets the floor pass an active worker; the router does not count on it.
+        router.apply(dataclasses.replace(newer, floor_version=5))
+        await asyncio.gather(*(router.generate(call(i)) for i in range(4)))
+        assert set(served(port)) == {(1,)}
+
+    run_virtual(main())
+
+
+def test_a_pair_decodes_with_weights_at_least_as_new_as_it_prefilled_with() -> None:
+    """The prefill worker draws the first token: with newer weights than the decode worker, versions would go back."""
+
+    async def main() -> None:
+        port = FakeGeneration()
+        router = Router(port)
+        table = serving_table([P, D, D], version=4).publish(5).report(WorkerId(0), 5)
+        port.versions = dict.fromkeys(map(WorkerId, range(3)), 5)
         router.apply(table)
-        assert set(router.loads()) == {0, 1}
-        router.apply(withdraw(table, [0]).publish(4))
-        await router.generate(call())
-        assert served(port) == [(1,)]
+        waiting = asyncio.create_task(router.generate(call()))
+        await asyncio.sleep(3.0)
+        assert served(port) == []
+        router.apply(table.report(WorkerId(2), 5))
+        assert_whole(await waiting, 10)
+        await asyncio.gather(*(router.generate(call(i)) for i in range(1, 5)))
+        assert set(served(port)) == {(0, 2)}
+
+    run_virtual(main())
+
+
+def test_a_prefill_worker_that_is_ahead_does_not_hold_calls_up_while_another_fits() -> None:
+    async def main() -> None:
+        port = FakeGeneration()
+        router = Router(port)
+        port.versions = dict.fromkeys(map(WorkerId, range(3)), 4)
+        router.apply(serving_table([P, P, D], version=4).publish(5).report(WorkerId(0), 5))
+        await asyncio.gather(*(router.generate(call(i)) for i in range(3)))
+        assert set(served(port)) == {(1, 2)}
 
     run_virtual(main())
 
@@ -714,6 +772,26 @@ def test_tokens_delivered_twice_without_offsets_are_counted_once_by_the_answer()
         answer.set_result(whole(expected))
         assert_whole(await running, 10)
         assert router.statistics.duplicate_tokens == 2
+
+    run_virtual(main())
+
+
+def test_a_stale_token_spoils_an_answer_that_says_nothing_of_it() -> None:
+    async def main() -> None:
+        port = Scripted()
+        router = Router(port)
+        router.apply(serving_table([C, C], version=57).raise_floor(57))
+        expected = continuation(PROMPT, 10)
+        running = asyncio.create_task(router.generate(call()))
+        await asyncio.sleep(0)
+        port.calls[0][3].set_result(dataclasses.replace(whole(expected), spans=(WeightSpan(57, 10),)))
+        port.calls[0][2](chunk(expected, version=56))
+        await asyncio.sleep(0.1)
+        assert port.calls[1][0].id == 1
+        assert port.calls[1][1].position == 0
+        port.calls[1][3].set_result(dataclasses.replace(whole(expected), spans=(WeightSpan(57, 10),)))
+        assert_whole(await running, 10)
+        assert router.statistics.stale_served == 1
 
     run_virtual(main())
 

@@ -100,6 +100,7 @@ class FakeGeneration:
         self.requests: list[FakeRequest] = []
         self.aborted: list[tuple[WorkerId, str]] = []
         self.abort_error: Exception | None = None
+        self.abort_s = 0.0
         self.stream = True
         """Whether tokens are handed on as they are drawn, or only with the result."""
 
@@ -121,6 +122,7 @@ class FakeGeneration:
     async def abort(self, worker: Worker, rid: str) -> None:
         """Note the abort and interrupt the request."""
         self.aborted.append((worker.id, rid))
+        await asyncio.sleep(self.abort_s)
         if self.abort_error is not None:
             raise self.abort_error
         for record in self.running:
