@@ -244,6 +244,8 @@ class Fleet:
         member.ending = True
         try:
             await self._forks.kill(member.child)
+        except ProcessError as error:
+            raise WorkerError(f"{member} does not end: {error}") from error
         finally:
             member.channel.close()
             self._forget(member)
@@ -265,7 +267,10 @@ class Fleet:
     async def _report_loss(self, member: Member, cause: str = "") -> None:
         member.ending = True
         cause = cause or await self._cause(member)
-        await self._end(member)
+        try:
+            await self._end(member)
+        except WorkerError as error:
+            cause = f"{cause}; {error}"
         _log.warning("%s is lost: %s", member, cause)
         if self.on_lost is not None:
             self.on_lost(member.id, member.incarnation, cause)

@@ -171,18 +171,26 @@ class ForkServer:
         return child
 
     async def kill(self, child: ChildProcess) -> None:
-        """End `child` for certain and wait until it is reaped. No effect where it is gone."""
+        """End `child` for certain and wait until it is reaped. No effect where it is gone.
+
+        Raises `ProcessError` where the kernel does not end it in time.
+        """
         await self.signal(child, signal.SIGKILL)
-        async with asyncio.timeout(_KILL_TIMEOUT_S):
-            await asyncio.shield(child.exited)
+        done, _ = await asyncio.wait([child.exited], timeout=_KILL_TIMEOUT_S)
+        if not done:
+            raise ProcessError(f"{child.name} (process {child.pid}) is still there {_KILL_TIMEOUT_S:g} s after SIGKILL")
 
     async def signal(self, child: ChildProcess, number: signal.Signals) -> None:
         """Send a signal to `child`. No effect where it is gone."""
         if child.exited.done() or self._control is None:
             return
-        # Where the server is gone the kernel has killed its children, and `exited` is set by `_server_lost`.
-        with contextlib.suppress(ChannelClosedError):
+        try:
             await self._control.call("kill", {"name": child.name, "signal": int(number)}, timeout_s=_KILL_TIMEOUT_S)
+        except ChannelClosedError:
+            # The server is gone, and the kernel has ended its children with it.
+            return
+        except ChannelError as error:
+            raise ProcessError(f"{child.name} cannot be signalled: the fork server gave {error}") from error
 
     async def aclose(self) -> None:
         """End all children and the server; returns when none is left."""
@@ -231,7 +239,7 @@ class ForkServer:
     async def _discard(self, child: ChildProcess) -> None:
         """Kill a child whose start was given up, also while the caller is being cancelled."""
         killing = asyncio.ensure_future(self.kill(child))
-        with contextlib.suppress(TimeoutError, ChannelError):
+        with contextlib.suppress(ProcessError):
             await asyncio.shield(killing)
         self._children.pop(child.name, None)
 
