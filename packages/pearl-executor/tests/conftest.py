@@ -46,7 +46,7 @@ def _config(name: str):
         "deepseek-mla": lambda: t.DeepseekV3Config(**{**_SIZES, **_MLA}),
         "falcon": lambda: t.FalconConfig(**{k: v for k, v in _SIZES.items() if k != "intermediate_size"}),
         "mamba": lambda: t.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2),
-        "hybrid": lambda: t.FalconH1Config(**_SIZES, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8),
+        "hybrid": lambda: t.Lfm2Config(**_SIZES, layer_types=["full_attention", "conv"]),
     }[name]()  # fmt: skip
 
 

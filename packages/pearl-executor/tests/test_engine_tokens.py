@@ -164,8 +164,14 @@ def test_a_request_that_can_never_be_served_is_refused_by_name(new, prompt, more
 
 @pytest.mark.parametrize("name", ["falcon", "mamba", "hybrid"])
 def test_an_architecture_that_packed_attention_does_not_reproduce_is_refused_at_once(name, make_engine):
-    with pytest.raises(EngineError, match=r"attention|logits"):
+    with pytest.raises(EngineError, match=r"attention be replaced|is conv"):
         make_engine(name=name)
+
+
+def test_a_network_that_leaks_between_packed_requests_is_found_by_its_logits(make_engine, monkeypatch):
+    monkeypatch.setattr("pearl_executor.engines.torch.model._KINDS", ("full_attention", "conv"))
+    with pytest.raises(EngineError, match="logits differ"):
+        make_engine(name="hybrid")
 
 
 def test_samples_follow_the_distribution():

@@ -73,11 +73,12 @@ class ShapeProbe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
         self.dtype = torch.float32
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
         """Note the shapes; the result is zero."""
-        del terms
+        self.windows[layer] = terms.window
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
         self.dtype = key.dtype
         return query.new_zeros((*query.shape[:2], value.shape[2]))

@@ -75,14 +75,14 @@ class KvBlob:
         return replace(self, start=self.start + drop, keys=keys, values=values)
 
     def to_bytes(self) -> bytes:
-        """Self-describing bytes: magic, header length, JSON header, then keys and values layer by layer."""
+        """Self-describing bytes: magic, CRC-32 of all that follows, header length, JSON header, KV layer by layer."""
         data = b"".join(np.ascontiguousarray(array).tobytes() for pair in self._layers() for array in pair)
         header = {name: getattr(self, name) for name in _HEADER}
         header["spans"] = [(span.version, span.tokens) for span in self.spans]
         header["layers"] = [(k.shape, v.shape) for k, v in self._layers()]
-        header["crc32"] = zlib.crc32(data)
         text = json.dumps(header).encode()
-        return b"".join((_MAGIC, struct.pack("<I", len(text)), text, data))
+        rest = b"".join((struct.pack("<I", len(text)), text, data))
+        return b"".join((_MAGIC, struct.pack("<I", zlib.crc32(rest)), rest))
 
     @staticmethod
     def from_bytes(data: bytes) -> "KvBlob":
@@ -104,11 +104,11 @@ _HEADER = (
 def _read(data: memoryview) -> KvBlob:
     if bytes(data[:4]) != _MAGIC:
         raise ValueError(f"starts with {bytes(data[:4])!r}, not {_MAGIC!r}")
-    (length,) = struct.unpack("<I", data[4:8])
-    header = json.loads(bytes(data[8 : 8 + length]))
-    body = data[8 + length :]
-    if zlib.crc32(body) != header["crc32"]:
-        raise ValueError("checksum of the KV differs: damaged or cut off on the way")
+    crc, length = struct.unpack("<II", data[4:12])
+    if zlib.crc32(data[8:]) != crc:
+        raise ValueError("its checksum differs: damaged or cut off on the way")
+    header = json.loads(bytes(data[12 : 12 + length]))
+    body = data[12 + length :]
     storage = _STORAGE[header["dtype"]]
     arrays: list[Array] = []
     offset = 0

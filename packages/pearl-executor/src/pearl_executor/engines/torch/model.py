@@ -13,6 +13,8 @@ from pearl_executor.engines.torch.contract import EngineError, WeightsRefusedErr
 from pearl_executor.engines.torch.pool import KvLayout, KvPool
 from pearl_executor.engines.torch.weights import read_snapshot
 
+_KINDS = ("full_attention", "sliding_attention")
+
 
 class Model:
     """A causal LM for inference. Float32 on the CPU, the checkpoint's own type elsewhere."""
@@ -84,32 +86,36 @@ class Model:
         probe = ShapeProbe()
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.logits(zero, zero, zero, probe)
-        if not probe.shapes or sorted(probe.shapes) != list(range(len(probe.shapes))):
-            raise EngineError(
-                f"{type(self._network).__name__}: attention in layers {sorted(probe.shapes)} only;"
-                " the engine serves models whose layers all attend"
-            )
+        kinds = getattr(self._network.config.get_text_config(), "layer_types", None)
+        kinds = kinds or ["full_attention"] * max(1, len(probe.shapes))
+        for layer, kind in enumerate(kinds):
+            windowed = probe.windows.get(layer) is not None
+            if layer not in probe.shapes or kind not in _KINDS or (kind == "sliding_attention" and not windowed):
+                raise EngineError(
+                    f"{type(self._network).__name__}: its layer {layer} is {kind}; the engine serves models whose"
+                    " layers all attend, to everything before or within a window"
+                )
         return KvLayout(tuple(probe.shapes[i] for i in sorted(probe.shapes)), probe.dtype)
 
     def _prove(self) -> None:
         """Compare two packed prompts with the same prompts run alone through the network's own attention.
 
-        Finds networks that ignore positions, or carry state between tokens by other means than attention.
+        Finds networks that ignore positions, or pass something from token to token by other means than attention.
         """
         tokens = (torch.arange(8, device=self.device) * 7 + 3) % self.vocabulary
         positions = tokens.new_tensor([0, 1, 2, 0, 1, 2, 3, 4])
         slots = torch.arange(1, 9, device=self.device)
         pool = KvPool(self.layout, 8, 1, 1, self.device)
         segments = [Segment(0, 3, slots[:3]), Segment(3, 8, slots[3:])]
-        packed = self.logits(tokens, positions, positions.new_tensor([2, 7]), PrefillBatch(pool, slots, segments))
+        packed = self.logits(tokens, positions, slots - 1, PrefillBatch(pool, slots, segments))
         self._network.set_attn_implementation("eager")
         with torch.inference_mode():
             alone = [
-                self._network(input_ids=tokens[segment.begin : segment.end].unsqueeze(0), use_cache=False).logits[0, -1]
+                self._network(input_ids=tokens[segment.begin : segment.end].unsqueeze(0), use_cache=False).logits[0]
                 for segment in segments
             ]
         self._network.set_attn_implementation(IMPLEMENTATION)
-        expected = torch.stack(alone).float()
+        expected = torch.cat(alone).float()
         difference = float((packed.float() - expected).norm() / expected.norm().clamp(min=1e-30))
         # Low precision may send a token to another expert; what is looked for here is far larger.
         if not difference <= (1e-3 if self.layout.dtype == torch.float32 else 0.25):
