@@ -5,7 +5,8 @@ The table is an immutable value. Every change goes through `WorkerTable.update`,
 
 Invariants (the names that `InvariantError.invariant` carries):
 
-- `fixed_binding`: a slot's GPUs never change while it is bound; slots are never renumbered.
+- `fixed_binding`: a slot's GPUs never change while it is bound; slots are never renumbered; a training worker never
+  becomes a rollout worker, nor the reverse.
 - `one_owner_per_gpu`: at most one worker holds a GPU's memory. Hence training never runs on a GPU that is lent out.
 - `paired_roles`: active prefill workers exist if and only if active decode workers do, at every instant.
 - `admitted_at_target`: a rollout worker becomes active only with the target weight version.
@@ -14,7 +15,7 @@ Invariants (the names that `InvariantError.invariant` carries):
 - `incarnation_grows`: each start of a process in a slot has a higher incarnation than all before it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -25,6 +26,7 @@ from pearl_state.roles import Activity, Role, Tenure, Zone
 from pearl_state.worker import GpuId, Worker, WorkerId
 
 _ACTIVE: Final = Lifecycle.ACTIVE
+_ACTIVE_INDEX: Final = {Role.PREFILL: 0, Role.DECODE: 1, Role.COLOCATED: 2}
 _LOSES_MEMORY: Final = frozenset({Lifecycle.VACANT, Lifecycle.RELEASED, Lifecycle.RETIRED})
 
 
@@ -172,53 +174,52 @@ class WorkerTable:
         the result, so that a pair may be admitted or withdrawn in one update.
         """
         rows = dict(self.rows)
-        holders: dict[GpuId, WorkerId] | None = None
-        incarnations: dict[WorkerId, int] | None = None
-        prefill, decode, colocated = self.active_roles
-        takes: list[Worker] = []
+        before: dict[WorkerId, Worker] = {}
         for new in changed:
             old = rows[new.id]
             self._check_row(old, new)
+            before.setdefault(new.id, old)
             rows[new.id] = new
-            if old.incarnation != new.incarnation:
-                incarnations = dict(self.incarnations) if incarnations is None else incarnations
-                incarnations[new.id] = new.incarnation
-            held, holds = old.lifecycle in HOLDS_GPU, new.lifecycle in HOLDS_GPU
-            if held is not holds:
-                if holds:
-                    takes.append(new)
-                else:
-                    holders = dict(self.holders) if holders is None else holders
-                    for gpu in old.gpus:
-                        del holders[gpu]
-            for worker, sign in ((old, -1), (new, 1)):
-                if worker.lifecycle is _ACTIVE:
-                    if worker.role is Role.PREFILL:
-                        prefill += sign
-                    elif worker.role is Role.DECODE:
-                        decode += sign
-                    elif worker.role is Role.COLOCATED:
-                        colocated += sign
-        if takes:
-            holders = dict(self.holders) if holders is None else holders
-            for worker in takes:
-                for gpu in worker.gpus:
-                    if gpu in holders:
-                        raise InvariantError(
-                            "one_owner_per_gpu", f"worker {worker.id} takes GPU {gpu}, which {holders[gpu]} holds"
-                        )
-                    holders[gpu] = worker.id
-        if (prefill == 0) is not (decode == 0):
-            raise InvariantError("paired_roles", f"{prefill} active prefill with {decode} active decode workers")
+        changes = [(old, rows[id_]) for id_, old in before.items()]
         return WorkerTable(
             rows=rows,
             version=self.version + 1,
             target_version=self.target_version,
             floor_version=self.floor_version,
-            holders=self.holders if holders is None else holders,
-            incarnations=self.incarnations if incarnations is None else incarnations,
-            active_roles=(prefill, decode, colocated),
+            holders=self._hand_over(changes),
+            incarnations=self._count_starts(changes),
+            active_roles=_recount(self.active_roles, changes),
         )
+
+    def _hand_over(self, changes: Sequence[tuple[Worker, Worker]]) -> Mapping[GpuId, WorkerId]:
+        """Who holds each GPU after `changes`. All who let go do so before anybody takes."""
+        gives: list[Worker] = []
+        takes: list[Worker] = []
+        for old, new in changes:
+            holds = new.lifecycle in HOLDS_GPU
+            if holds is not (old.lifecycle in HOLDS_GPU):
+                (takes if holds else gives).append(new)
+        if not gives and not takes:
+            return self.holders
+        holders = dict(self.holders)
+        for worker in gives:
+            for gpu in worker.gpus:
+                del holders[gpu]
+        for worker in takes:
+            for gpu in worker.gpus:
+                if holders.setdefault(gpu, worker.id) != worker.id:
+                    raise InvariantError(
+                        "one_owner_per_gpu", f"worker {worker.id} takes GPU {gpu}, which {holders[gpu]} holds"
+                    )
+        return holders
+
+    def _count_starts(self, changes: Sequence[tuple[Worker, Worker]]) -> Mapping[WorkerId, int]:
+        """The highest incarnation of each slot after `changes`."""
+        counts: Mapping[WorkerId, int] = self.incarnations
+        for old, new in changes:
+            if new.incarnation != old.incarnation:
+                counts = {**counts, new.id: new.incarnation}
+        return counts
 
     def _check_row(self, old: Worker, new: Worker) -> None:
         """Check one row's change."""
@@ -227,6 +228,8 @@ class WorkerTable:
             raise IllegalTransitionError(f"worker {new.id}: {before} -> {after}")
         if new.gpus != old.gpus or new.zone is not old.zone:
             raise InvariantError("fixed_binding", f"worker {new.id}: GPUs or zone of a bound slot change")
+        if new.role is not old.role and Role.TRAINING in (new.role, old.role):
+            raise InvariantError("fixed_binding", f"worker {new.id}: {old.role} cannot become {new.role}")
         if new.incarnation != old.incarnation and (
             new.incarnation <= self.incarnations[new.id] or after is not Lifecycle.STARTING
         ):
@@ -263,6 +266,22 @@ class WorkerTable:
                 "admitted_at_target",
                 f"worker {new.id} is admitted with version {new.weight_version}, target {self.target_version}",
             )
+
+
+def _recount(active: tuple[int, int, int], changes: Sequence[tuple[Worker, Worker]]) -> tuple[int, int, int]:
+    """Active prefill, decode and colocated workers after `changes`, which must be paired."""
+    counts = [0, 0, 0]
+    for old, new in changes:
+        if old.lifecycle is _ACTIVE and old.role is not Role.TRAINING:
+            counts[_ACTIVE_INDEX[old.role]] -= 1
+        if new.lifecycle is _ACTIVE and new.role is not Role.TRAINING:
+            counts[_ACTIVE_INDEX[new.role]] += 1
+    if not any(counts):
+        return active
+    prefill, decode, colocated = (now + change for now, change in zip(active, counts, strict=True))
+    if (prefill == 0) is not (decode == 0):
+        raise InvariantError("paired_roles", f"{prefill} active prefill with {decode} active decode workers")
+    return prefill, decode, colocated
 
 
 def activity_counts(table: WorkerTable) -> dict[Activity, int]:
