@@ -26,7 +26,7 @@ def decide(
     settings: DecideSettings = DecideSettings(),  # noqa: B008 - immutable
     costs: SwitchCosts = SwitchCosts(),  # noqa: B008 - immutable
     remaining_fraction: float = 1.0,
-    steps_ahead: float = 1.0,
+    steps_ahead: float = 3.0,
     allowed: Collection[Mode] = BOTH_MODES,
     pinned: Configuration | None = None,
     calibrated: bool = True,
@@ -35,7 +35,8 @@ def decide(
 
     The selected configuration always has exactly N workers. `current` is what runs now (None: nothing). A change that
     the budget does not force must promise more than a threshold (`settings`) and must repay its switching cost within
-    `remaining_fraction` of the present batch plus `steps_ahead` further ones. `allowed` restricts the modes; `pinned`
+    `remaining_fraction` of the present batch plus `steps_ahead` further ones (three batches are about what passes
+    between two changes of the pool in the paper's traces). `allowed` restricts the modes; `pinned`
     is a person's choice, scaled to N; `calibrated=False` says that the platform profile is a mere prior.
     Raises `ValueError` for arguments out of range.
     """

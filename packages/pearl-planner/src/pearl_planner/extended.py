@@ -30,7 +30,7 @@ _GROUPS = 8
 
 def work_turns(workload: WorkloadProfile) -> float:
     """Turns of an average trajectory: the sum of `active_by_turn`, else `mean_turns`, else S. At most S."""
-    if workload.active_by_turn:
+    if any(workload.active_by_turn):
         return min(workload.turns, math.fsum(workload.active_by_turn))
     return min(workload.turns, workload.mean_turns) if workload.mean_turns else workload.turns
 
@@ -42,7 +42,7 @@ def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float], ...]:
     sixty turns as for eight. Σ turns·trajectories = B·`work_turns`.
     """
     active: Sequence[float] = workload.active_by_turn
-    if not active:
+    if not any(active):
         share = work_turns(workload) / workload.turns
         return ((workload.turns, workload.batch * share),)
     size = -(-len(active) // _GROUPS)

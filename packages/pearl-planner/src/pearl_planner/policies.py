@@ -37,7 +37,7 @@ class Policy(Protocol):
         budget_workers: int,
         current: Configuration | None = None,
         remaining_fraction: float = 1.0,
-        steps_ahead: float = 1.0,
+        steps_ahead: float = 3.0,
         pinned: Configuration | None = None,
         calibrated: bool = True,
     ) -> Decision:
@@ -66,7 +66,7 @@ class ModelPolicy:
         budget_workers: int,
         current: Configuration | None = None,
         remaining_fraction: float = 1.0,
-        steps_ahead: float = 1.0,
+        steps_ahead: float = 3.0,
         pinned: Configuration | None = None,
         calibrated: bool = True,
     ) -> Decision:

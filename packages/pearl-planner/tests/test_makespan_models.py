@@ -1,0 +1,239 @@
+"""Eqs. (1)-(3) as printed, and the extended model: equal without data, and term by term what each datum adds."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pearl_planner.capacity import least_decode_workers
+from pearl_planner.extended import ExtendedModel, residence_s, turn_groups, work_turns
+from pearl_planner.makespan import PrintedModel, printed_colocated, printed_disaggregated
+from pearl_state.errors import ProfileError
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+
+seconds = st.floats(1e-6, 1.0)
+
+BARE_WORKLOADS = st.builds(
+    WorkloadProfile,
+    batch=st.integers(1, 512),
+    turns=st.floats(1.0, 60.0),
+    new_prompt_tokens=st.floats(0.0, 5000.0),
+    response_tokens=st.floats(1.0, 2000.0),
+    bubble_ratio=st.floats(0.0, 5.0),
+    environment_s=st.floats(0.0, 300.0),
+)
+BARE_PLATFORMS = st.builds(
+    PlatformProfile,
+    decode_fixed_s=seconds,
+    decode_per_sequence_s=st.floats(0.0, 0.1),
+    prefill_per_token_s=st.floats(1e-6, 1e-2),
+    kv_bytes_per_token=st.floats(1.0, 1e6),
+    transfer_bytes_per_s=st.floats(1e6, 1e12),
+    overhead_per_turn_s=st.floats(0.0, 2.0),
+)
+FULL_WORKLOADS = st.builds(
+    replace,
+    BARE_WORKLOADS,
+    context_tokens=st.floats(0.0, 40_000.0),
+    turn_environment_s=st.sampled_from([0.0, 0.01, 0.5, 5.0]),
+    mean_turns=st.sampled_from([0.0, 0.5, 3.0]),
+    active_by_turn=st.lists(st.floats(0.0, 1.0), max_size=40).map(
+        lambda a: (1.0, *sorted(a, reverse=True)) if a else ()
+    ),
+)
+FULL_PLATFORMS = st.builds(
+    replace,
+    BARE_PLATFORMS,
+    prefix_capacity_tokens=st.sampled_from([0.0, 1e4, 1e6]),
+    kv_capacity_bytes=st.sampled_from([0.0, 1e9, 1e11]),
+    handover_s=st.sampled_from([0.0, 0.01, 1.0]),
+)
+counts = st.integers(1, 40)
+
+SWE = WorkloadProfile(
+    batch=64, turns=16, new_prompt_tokens=1700, response_tokens=70, bubble_ratio=0.5, environment_s=60.0
+)
+H800 = PlatformProfile(
+    decode_fixed_s=6.5e-3,
+    decode_per_sequence_s=0.36e-3,
+    prefill_per_token_s=20e-6,
+    kv_bytes_per_token=147_456,
+    transfer_bytes_per_s=80e9,
+    overhead_per_turn_s=0.5,
+)
+
+
+@given(BARE_WORKLOADS, BARE_PLATFORMS, counts)
+def test_eq_1_is_as_printed(w, p, n):
+    turn = (
+        w.batch * w.new_prompt_tokens / n * p.prefill_per_token_s
+        + w.response_tokens * (p.decode_fixed_s + p.decode_per_sequence_s * w.batch / n)
+        + p.overhead_per_turn_s
+    )
+    terms = printed_colocated(w, p, n)
+    assert terms.total_s == pytest.approx(w.turns * turn + w.environment_s)
+    assert terms.prefill_s + terms.decode_s + terms.overhead_s + terms.environment_s == pytest.approx(terms.total_s)
+
+
+@given(BARE_WORKLOADS, BARE_PLATFORMS, counts, counts)
+def test_eqs_2_and_3_are_as_printed(w, p, n_p, n_d):
+    theta = w.bubble_ratio
+    decode = (
+        w.turns
+        * w.response_tokens
+        * (p.decode_fixed_s + p.decode_per_sequence_s * w.batch / (n_d * (1 + theta)))
+        * (1 + theta)
+    )
+    insert = w.batch * w.new_prompt_tokens
+    prefill = w.turns * (insert / n_p * p.prefill_per_token_s + insert * p.kv_bytes_per_token / p.transfer_bytes_per_s)
+    terms = printed_disaggregated(w, p, n_p, n_d)
+    assert terms.total_s == pytest.approx(max(prefill, decode) + w.environment_s)
+    assert terms.prefill_s + terms.transfer_s == pytest.approx(prefill)
+    assert terms.decode_s == pytest.approx(decode)
+    assert terms.bottleneck == ("prefill" if terms.prefill_s + terms.transfer_s > terms.decode_s else "decode")
+
+
+def test_a_pool_without_workers_has_no_makespan():
+    with pytest.raises(ProfileError, match="needs at least 1"):
+        printed_colocated(SWE, H800, 0)
+    with pytest.raises(ProfileError, match="0P3D"):
+        printed_disaggregated(SWE, H800, 0, 3)
+
+
+@given(BARE_WORKLOADS, BARE_PLATFORMS, counts, counts)
+def test_the_extended_model_is_the_printed_one_where_the_profile_lacks_data(w, p, n_p, n_d):
+    extended, printed = ExtendedModel(w, p), PrintedModel(w, p)
+    assert extended.is_printed
+    for ours, theirs in (
+        (extended.colocated(n_p), printed.colocated(n_p)),
+        (extended.disaggregated(n_p, n_d), printed.disaggregated(n_p, n_d)),
+    ):
+        for name in ("total_s", "prefill_s", "decode_s", "transfer_s", "overhead_s", "environment_s"):
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-6, abs=1e-9)
+
+
+@given(BARE_WORKLOADS, BARE_PLATFORMS, counts, counts)
+def test_data_that_bind_nothing_change_nothing(w, p, n_p, n_d):
+    """Room for every context, and every trajectory running through every turn."""
+    turns = max(1, round(w.turns))
+    w = replace(w, turns=turns, active_by_turn=(1.0,) * turns, mean_turns=turns, context_tokens=1000.0)
+    p = replace(p, prefix_capacity_tokens=1e9, kv_capacity_bytes=1e18)
+    printed = PrintedModel(w, p)
+    extended = ExtendedModel(w, p)
+    assert extended.colocated(n_p).total_s == pytest.approx(printed.colocated(n_p).total_s, rel=1e-6)
+    assert extended.total_s(n_p, n_d) == pytest.approx(printed.total_s(n_p, n_d), rel=1e-6)
+
+
+@given(FULL_WORKLOADS, FULL_PLATFORMS, st.integers(2, 60))
+def test_paths_are_monotone_and_the_makespan_is_convex_in_the_number_of_prefill_workers(w, p, n):
+    for model in (PrintedModel(w, p), ExtendedModel(w, p)):
+        first, second = zip(*[model.paths(i, n - i) for i in range(1, n)], strict=True)
+        totals = [model.total_s(i, n - i) for i in range(1, n)]
+        assert all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(first))
+        assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(second))
+        slack = 1e-9 * max(totals)
+        assert all(2 * b <= a + c + slack for a, b, c in zip(totals, totals[1:], totals[2:], strict=False))
+
+
+@given(FULL_WORKLOADS, FULL_PLATFORMS, counts, counts)
+def test_more_workers_are_never_slower(w, p, n_p, n_d):
+    for model in (PrintedModel(w, p), ExtendedModel(w, p)):
+        slack = 1 + 1e-9
+        assert model.colocated(n_p + 1).total_s <= model.colocated(n_p).total_s * slack
+        assert model.total_s(n_p + 1, n_d) <= model.total_s(n_p, n_d) * slack
+        assert model.total_s(n_p, n_d + 1) <= model.total_s(n_p, n_d) * slack
+        assert model.total_s(n_p, n_d) == model.disaggregated(n_p, n_d).total_s
+
+
+def test_evicted_prefixes_are_prefilled_again():
+    """hit = min(1, N_P·cap/B), and the whole context on a miss."""
+    w = replace(SWE, context_tokens=15_000.0)
+    p = replace(H800, prefix_capacity_tokens=20 * 15_000.0)
+    for n_p in (1, 2, 3, 4):
+        hit = min(1.0, n_p * 20 / 64)
+        tokens = hit * 1700 + (1 - hit) * 15_000
+        terms = ExtendedModel(w, p).disaggregated(n_p, 4)
+        assert terms.prefill_s == pytest.approx(16 * 64 * tokens * 20e-6 / n_p)
+        assert terms.reprefill_s == pytest.approx(16 * 64 * (1 - hit) * (15_000 - 1700) * 20e-6 / n_p)
+        shared = ExtendedModel(w, p).colocated(n_p)
+        assert shared.prefill_s == pytest.approx(terms.prefill_s)
+        assert shared.reprefill_s == pytest.approx(terms.reprefill_s)
+
+
+def test_work_counts_the_trajectories_that_still_run_and_the_path_the_slowest_one():
+    """S on the slowest trajectory overcounts work: two of sixteen turns hold half of the batch."""
+    w = replace(SWE, active_by_turn=(1.0,) * 2 + (0.5,) * 14, bubble_ratio=0.0)
+    assert work_turns(w) == 9.0
+    assert sum(count for count, _ in turn_groups(w)) == 16.0
+    assert sum(count * running for count, running in turn_groups(w)) == pytest.approx(9.0 * 64)
+    terms = ExtendedModel(w, H800).colocated(4)
+    assert terms.prefill_s == pytest.approx(9 * 64 / 4 * 1700 * 20e-6)
+    assert terms.decode_s == pytest.approx(70 * (16 * 6.5e-3 + 9 * 0.36e-3 * 64 / 4))
+    assert terms.overhead_s == 8.0
+    by_mean = ExtendedModel(replace(SWE, mean_turns=9.0), H800).colocated(4)
+    assert by_mean.total_s == pytest.approx(terms.total_s)
+
+
+def test_a_small_prefill_pool_shows_although_the_batch_thins_out():
+    """Turns with many trajectories wait for prefill, later ones for decode: neither path alone sees both."""
+    w = replace(SWE, active_by_turn=(1.0,) * 4 + (0.02,) * 12, bubble_ratio=0.0)
+    model = ExtendedModel(w, H800)
+    assert model.total_s(1, 3) > max(model.paths(1, 3)) + 1.0
+
+
+@given(st.floats(1e-4, 10.0), st.floats(0.0, 100.0), st.floats(0.0, 100.0), st.floats(0.0, 10.0))
+def test_the_residence_time_solves_the_closed_cycle(fixed, load, outside, more):
+    x = residence_s(fixed, load, outside)
+    assert x == pytest.approx(fixed + load * x / (x + outside), rel=1e-6)
+    assert residence_s(fixed, load, 0.0) == pytest.approx(fixed + load)
+    assert residence_s(fixed, load + more, outside) >= x * (1 - 1e-9)
+    assert residence_s(fixed, load, outside + more) <= x * (1 + 1e-9)
+
+
+def test_theta_follows_the_configuration_and_the_environment_counts_once():
+    w = replace(SWE, turn_environment_s=3.0, environment_s=0.0)
+    model = ExtendedModel(w, replace(H800, overhead_per_turn_s=0.0))
+    few, many = model.disaggregated(4, 2).decode_s / 16, model.disaggregated(4, 16).decode_s / 16
+    # Fewer decode workers: a longer decode, hence a smaller share of time outside it.
+    assert 3.0 / few < 3.0 / many
+    # Far from saturation a turn is its own prefill, decode of few sequences, and the environment, each once.
+    alone = model.disaggregated(400, 400).total_s / 16
+    assert alone == pytest.approx(3.0 + 0.034 + 70 * 6.5e-3, rel=0.02)
+    # Saturated, environment time is hidden: throughput is what the decode pool gives.
+    heavy = ExtendedModel(replace(w, batch=6400), H800).disaggregated(400, 2)
+    assert heavy.total_s == pytest.approx(16 * 70 * 0.36e-3 * 6400 / 2, rel=0.01)
+
+
+def test_colocation_that_cannot_hold_the_batch_queues():
+    w = replace(SWE, context_tokens=15_000.0)
+    roomy = ExtendedModel(w, H800).colocated(2)
+    tight = ExtendedModel(w, replace(H800, kv_capacity_bytes=147_456 * 15_000.0 * 16)).colocated(2)
+    # Half of the batch fits: the fixed cost of decode is paid twice.
+    assert tight.total_s - roomy.total_s == pytest.approx(16 * 70 * 6.5e-3)
+
+
+def test_a_hand_over_costs_once_a_turn():
+    costly = ExtendedModel(SWE, replace(H800, handover_s=0.25)).disaggregated(2, 3)
+    assert costly.overhead_s == 4.0
+    assert costly.total_s == pytest.approx(printed_disaggregated(SWE, H800, 2, 3).total_s + 4.0)
+
+
+@given(FULL_WORKLOADS, FULL_PLATFORMS)
+def test_turn_groups_keep_turns_and_work(w, p):
+    groups = turn_groups(w)
+    assert len(groups) <= 8
+    assert math.isclose(sum(c * running for c, running in groups), w.batch * work_turns(w), rel_tol=1e-9)
+    assert sum(c for c, _ in groups) <= w.turns * (1 + 1e-9)
+
+
+def test_the_kv_constraint_is_the_paper_s():
+    w = replace(SWE, context_tokens=15_000.0)
+    # 64 x 15,000 x 147,456 bytes = 141.6 GB
+    for capacity, workers in ((120e9, 2), (141.6e9, 1), (47.1e9, 4), (0.0, 1)):
+        assert least_decode_workers(w, replace(H800, kv_capacity_bytes=capacity)) == workers
+    only_max = replace(SWE, max_context_tokens=32_768.0)
+    assert least_decode_workers(only_max, replace(H800, kv_capacity_bytes=120e9)) == 3
+    assert least_decode_workers(w, replace(H800, kv_capacity_bytes=120e9), headroom=2.0) == 3
