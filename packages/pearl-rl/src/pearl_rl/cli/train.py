@@ -87,11 +87,15 @@ def run_in_folder(
         with _view(console, settings, live=live) as view:
             return await supervise(train, settings, folder, view)
 
-    runner = asyncio.Runner()
-    outcome = runner.run(supervised())
-    if not outcome.given_up:
+    runner = asyncio.Runner(loop_factory=RunClockLoop)
+    given_up = False
+    try:
+        outcome = runner.run(supervised())
+        given_up = outcome.given_up
+    finally:
         # Closing waits for every task, and one that was given up may never end.
-        runner.close()
+        if not given_up:
+            runner.close()
     if outcome.summary is not None:
         folder.write_summary(outcome.summary)
     return outcome
@@ -112,6 +116,19 @@ def opening(settings: Settings, folder: RunFolder) -> Iterator[str]:
             f"b {seconds(device.decode_per_sequence_s)}, t_prefill {device.prefill_per_token_s * 1e6:.0f} µs; tokens, "
             "weights and learning are real, and the planner must find these costs from telemetry"
         )
+
+
+class RunClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock, the run's clock, starts at 0: times in the journal count from the run's beginning."""
+
+    def __init__(self) -> None:
+        self._zero_s = 0.0
+        super().__init__()
+        self._zero_s = super().time()
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return super().time() - self._zero_s
 
 
 async def supervise(train: Train, settings: Settings, folder: RunFolder, view: View) -> Outcome:
