@@ -2,31 +2,37 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pearl_executor.execution import ElasticExecutor
-from pearl_executor.ports import WeightSnapshot
+from pearl_executor.ports import WeightSnapshot, WorkerError
 from pearl_executor.runtimes.local.hosting import torch_recipe
-from pearl_executor.runtimes.local.processes import ForkServer
+from pearl_executor.runtimes.local.processes import ForkServer, ProcessError
 from pearl_executor.runtimes.local.runtime import LocalRuntime
 from pearl_executor.weights import WeightStore
 from pearl_planner.elastic import ElasticState, initial_state
 from pearl_rl import parts
+from pearl_rl.checkpoints import CheckpointWriter, find
 from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.observer import Observer, StepRecord
 from pearl_rl.rollout.agent import TextAgent
+from pearl_rl.rollout.batch_rollout import UnplayableTasksError
+from pearl_rl.rollout.buffer import RefillsExhaustedError
 from pearl_rl.rollout.environments.protocol import EnvironmentSuite
 from pearl_rl.rollout.environments.suites import make_suite
 from pearl_rl.rollout.pipeline import PipelineScheduler
+from pearl_rl.rollout.pipeline_settings import RolloutTimeoutError, UpdateTimeoutError
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.tokenizer import TextTokenizer, build_word_tokenizer
-from pearl_rl.rollout.training_gate import TrainingGate
+from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.settings import Settings
 from pearl_rl.summary import TrainSummary
@@ -35,7 +41,9 @@ from pearl_rl.training.build import build_in_child
 from pearl_rl.training.process import PRELOAD, LocalTrainer
 from pearl_rl.training.tiny_model import TinyShape, WarmUp, encode_demonstrations
 from pearl_state.configuration import Configuration
-from pearl_state.events import WorkerFailed
+from pearl_state.effects import Effect
+from pearl_state.events import Event, GroupFailed, WorkerFailed
+from pearl_state.lifecycle import Lifecycle
 from pearl_state.trajectory import Trajectory
 from pearl_state.worker import Worker, WorkerId
 
@@ -48,10 +56,30 @@ async def train(settings: Settings, folder: RunFolder, observer: Observer) -> Tr
     Cancelled, it stops in order and returns what it has. Nothing of it is left running, however it ends.
     """
     run = _Run(settings, folder, observer)
-    async with AsyncExitStack() as stack:
-        await run.build(stack)
-        await run.run()
+    try:
+        async with AsyncExitStack() as stack:
+            await run.build(stack)
+            await run.run()
+    except _EXPECTED as error:
+        raise CommandError(f"the run ended early: {error}; see {folder.path}", ExitCode.PARTIAL) from error
     return run.summary()
+
+
+class NoWorkersError(RuntimeError):
+    """Every rollout worker slot failed too often: nobody will ever serve."""
+
+
+_EXPECTED = (
+    NoWorkersError,
+    GrantTimeoutError,
+    RefillsExhaustedError,
+    RolloutTimeoutError,
+    UnplayableTasksError,
+    UpdateTimeoutError,
+    WorkerError,
+    ProcessError,
+)
+"""What may end a run though nothing in PEARL is wrong; each message names the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +112,8 @@ class _Trainer:
         return _Update(result.version, result.snapshot, metrics, result.duration_s)
 
 
-class _Checkpoints:
-    """Observer that passes everything on and keeps a checkpoint every few steps."""
+class _Journal:
+    """Observer that passes everything on, keeps each step's figures, and sums them up."""
 
     def __init__(self, inner: Observer, folder: RunFolder) -> None:
         self._inner = inner
@@ -109,7 +137,7 @@ class _Run:
     def __init__(self, settings: Settings, folder: RunFolder, observer: Observer) -> None:
         self._settings = settings
         self._folder = folder
-        self._observer = _Checkpoints(observer, folder)
+        self._observer = _Journal(observer, folder)
 
     async def build(self, stack: AsyncExitStack) -> None:
         """Start the processes and wire the parts. What was started is stopped by `stack`, in reverse order."""
@@ -117,6 +145,8 @@ class _Run:
         loop = asyncio.get_running_loop()
         self._began_s = loop.time()
         suite = make_suite(settings.environment.name, settings.environment.args)
+        source = settings.run.resume_from
+        self._resumed = find(Path(source)) if source else None
         model_dir = folder.path / "model" if settings.model.path == "tiny" else Path(settings.model.path)
         recipe = torch_recipe(
             model_dir,
@@ -143,9 +173,12 @@ class _Run:
             threads=settings.train.threads,
         )
         stack.push_async_callback(self._trainer.stop)
-        first = await self._trainer.start()
+        await self._trainer.start()
+        if self._resumed is not None:
+            await self._trainer.load_checkpoint(self._resumed.trainer, self._resumed.version)
+            self._observer.on_message(f"goes on after step {self._resumed.step} of {self._resumed.folder}")
         self._weights = WeightStore(folder.weights)
-        self._publish(first)
+        await self._publish(self._trainer.newest)
         runtime = LocalRuntime(recipe, forks=forks, timeouts=parts.timeouts(settings), on_lost=self._on_lost)
         await stack.enter_async_context(runtime)
         self._wire(runtime, suite, tokenizer, model_dir)
@@ -155,6 +188,9 @@ class _Run:
         """The tokenizer of the model; a tiny model is built first, from scratch."""
         settings = self._settings
         if settings.model.path != "tiny":
+            return TextTokenizer(model_dir)
+        if self._resumed is not None:
+            shutil.copytree(self._resumed.model, model_dir)
             return TextTokenizer(model_dir)
         tokenizer = build_word_tokenizer(suite.vocabulary(), model_dir)
         tiny = settings.model.tiny
@@ -209,7 +245,7 @@ class _Run:
             routing=self._router,
             training=gate,
             returned=lambda gpus: self._source.returned(gpus),
-            on_step=self._recorder.on_step,
+            on_step=self._on_step,
         )
         self._refit = Refit(
             workers=runtime,
@@ -218,8 +254,16 @@ class _Run:
             prior=prior,
             weight=settings.planner.ema_weight,
         )
+        checkpoints = CheckpointWriter(
+            self._folder.checkpoints,
+            self._trainer,
+            every=settings.train.checkpoint_every_steps,
+            keep=settings.train.keep_checkpoints,
+            last=settings.run.steps,
+        )
+        completed = self._resumed.step if self._resumed else 0
         self._pipeline = PipelineScheduler(
-            parts.pipeline_settings(settings),
+            replace(parts.pipeline_settings(settings), completed_steps=completed),
             router=self._router,
             agent=TextAgent(suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings)),
             tasks=suite.tasks(settings.run.seed),
@@ -229,12 +273,15 @@ class _Run:
             post=self._scheduler.post,
             tracker=self._refit,
             observer=self._observer,
+            checkpoint=lambda step: checkpoints.completed(step, self._pipeline.position),
+            position=self._resumed.position if self._resumed else None,
             on_trajectory=lambda trajectory, step: self._folder.record_trajectory(trajectory, step=step),
             predicted_s=self._recorder.predicted_step_s,
         )
 
     async def run(self) -> None:
         """Run until the pipeline made its steps. A cancellation stops everything in order."""
+        self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         tasks = [
             asyncio.create_task(self._scheduler.run(), name="elastic scheduler"),
             asyncio.create_task(self._follow_availability(), name="availability"),
@@ -242,7 +289,8 @@ class _Run:
         ]
         pipeline = asyncio.create_task(self._pipeline.run(), name="pipeline")
         try:
-            done, _ = await asyncio.wait({pipeline, *tasks[::2]}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {pipeline, *tasks[::2], self._hopeless}
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
             await pipeline
@@ -255,12 +303,21 @@ class _Run:
             await asyncio.gather(pipeline, *tasks, return_exceptions=True)
             await self._router.aclose()
 
+    def _on_step(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:
+        self._recorder.on_step(event, state, effects)
+        if isinstance(event, GroupFailed) and event.failed and not self._hopeless.done():
+            rows = [state.table.rows[id_] for id_ in state.available]
+            if not state.groups and rows and all(row.lifecycle is Lifecycle.RETIRED for row in rows):
+                cause = next(iter(event.failed.values()))
+                self._hopeless.set_exception(NoWorkersError(f"no rollout worker can start ({cause})"))
+
     async def _follow_availability(self) -> None:
         async for event in self._source.events():
             self._scheduler.post(event)
 
-    def _publish(self, snapshot: WeightSnapshot) -> None:
-        self._weights.publish(snapshot.version, snapshot.uri, snapshot.checksum)
+    async def _publish(self, snapshot: WeightSnapshot) -> None:
+        # In a thread: it copies and flushes whole weights.
+        await asyncio.to_thread(self._weights.publish, snapshot.version, snapshot.uri, snapshot.checksum)
 
     def _on_lost(self, worker: WorkerId, incarnation: int, cause: str) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -1,6 +1,6 @@
 """Watches every step of the core: journals events and decisions, counts what happened, and keeps predictions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pearl_planner.elastic import ElasticState
@@ -85,9 +85,11 @@ class Recorder:
             borrowed=effect.borrowed,
             gate=effect.gate,
         )
-        self._observer.on_decision(effect.decision, effect.trigger)
         if effect.gate is None:
             self._decision = number
+            self._observer.on_decision(effect.decision, effect.trigger)
+        else:
+            self._observer.on_message(gate_line(effect.gate))
 
     def _count(self, event: Event, state: ElasticState) -> None:
         if isinstance(event, GpusReclaimed):
@@ -142,3 +144,12 @@ class Recorder:
                     makespan_s=event.makespan_s,
                     predicted_s=predicted_s,
                 )
+
+
+def gate_line(gate: Mapping[str, float]) -> str:
+    """The verdict of eq. (7) for people."""
+    verdict, sign = ("lend", ">") if gate["benefit_s"] > gate["toggle_s"] else ("keep", "≤")
+    return (
+        f"gate      {verdict} training GPUs: {gate['remaining']:.0f}/{gate['batch']:.0f} × "
+        f"({gate['dedicated_s']:.1f} - {gate['full_s']:.1f}) s = {gate['benefit_s']:.2f} s {sign} {gate['toggle_s']:.2f} s"
+    )

@@ -5,7 +5,16 @@ from collections.abc import Callable
 from pearl_rl.observer import StepRecord
 from pearl_rl.presentation.words import decision_line, seconds
 from pearl_state.decision import Decision
-from pearl_state.events import Event, GpusOffered, GpusReclaimed, WorkerFailed
+from pearl_state.events import (
+    Event,
+    GpusOffered,
+    GpusReclaimed,
+    GroupFailed,
+    StageApplied,
+    TrainingReleased,
+    TrainingResumed,
+    WorkerFailed,
+)
 from pearl_state.table import WorkerTable
 
 
@@ -45,6 +54,11 @@ class PlainView:
                 )
             case WorkerFailed():
                 self._write(f"failed    worker {event.worker}: {event.cause}")
+            case GroupFailed() | StageApplied():
+                for worker, cause in sorted(event.failed.items()):
+                    self._write(f"failed    {cause if str(worker) in cause else f'worker {worker}: {cause}'}")
+            case TrainingReleased() | TrainingResumed() if event.failed is not None:
+                self._write(f"failed    {event.failed}")
             case _:
                 pass
 

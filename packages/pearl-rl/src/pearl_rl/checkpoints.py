@@ -1,0 +1,91 @@
+"""Checkpoints of a run: the trainer's state, where the rollout stands, and which step comes next.
+
+A checkpoint is a folder `step-00000010` that holds `trainer/` and, written last, `run.json`; without that file it does
+not count. Weight versions continue above all that the run ever published.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from pearl_rl.errors import CommandError
+from pearl_rl.rollout.batch_rollout import Position
+from pearl_rl.training.process import LocalTrainer
+
+_RUN: Final = "run.json"
+_TRAINER: Final = "trainer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    step: int
+    """Training steps that were completed."""
+    version: int
+    """Weight version of its parameters."""
+    position: Position
+
+    @property
+    def trainer(self) -> Path:
+        """The trainer's part."""
+        return self.folder / _TRAINER
+
+    @property
+    def model(self) -> Path:
+        """Folder of the run's model (config, tokenizer, first weights)."""
+        return self.folder.parent.parent / "model"
+
+
+def find(source: Path) -> Checkpoint:
+    """The newest checkpoint of a run folder, or the checkpoint that `source` itself is. Raises `CommandError`."""
+    if (source / _RUN).is_file():
+        return _read(source)
+    found = sorted(file.parent for file in source.glob(f"checkpoints/step-*/{_RUN}"))
+    if not found:
+        raise CommandError(
+            f"run.resume_from = {source}: holds no complete checkpoint; give the folder of a run that has one"
+        )
+    return _read(found[-1])
+
+
+def _read(folder: Path) -> Checkpoint:
+    try:
+        value = json.loads((folder / _RUN).read_text(encoding="utf-8"))
+        return Checkpoint(
+            folder=folder,
+            step=int(value["step"]),
+            version=int(value["version"]),
+            position=Position(**value["position"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"{folder / _RUN}: is no checkpoint's record ({error})") from None
+
+
+class CheckpointWriter:
+    """Writes a checkpoint every `every` steps (0: none before the last) and keeps the newest `keep`."""
+
+    def __init__(self, folder: Path, trainer: LocalTrainer, *, every: int, keep: int, last: int) -> None:
+        self._folder = folder
+        self._trainer = trainer
+        self._every = every
+        self._keep = keep
+        self._last = last
+
+    async def completed(self, step: int, position: Position) -> None:
+        """A step is complete and training holds its memory: write, if it is time."""
+        if step != self._last and (not self._every or step % self._every):
+            return
+        target = self._folder / f"step-{step:08d}"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        await self._trainer.save_checkpoint(target / _TRAINER)
+        record = {"step": step, "version": self._trainer.version, "position": asdict(position)}
+        partial = target / f"{_RUN}.partial"
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        partial.replace(target / _RUN)
+        for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
+            shutil.rmtree(old)
