@@ -151,5 +151,6 @@ def gate_line(gate: Mapping[str, float]) -> str:
     verdict, sign = ("lend", ">") if gate["benefit_s"] > gate["toggle_s"] else ("keep", "≤")
     return (
         f"gate      {verdict} training GPUs: {gate['remaining']:.0f}/{gate['batch']:.0f} × "
-        f"({gate['dedicated_s']:.1f} - {gate['full_s']:.1f}) s = {gate['benefit_s']:.2f} s {sign} {gate['toggle_s']:.2f} s"
+        f"({gate['dedicated_s']:.1f} - {gate['full_s']:.1f}) s = "
+        f"{gate['benefit_s']:.2f} s {sign} {gate['toggle_s']:.2f} s"
     )
