@@ -1,11 +1,14 @@
 """After each rollout step: collect what engines measured, refit the makespan models, and tell the Elastic Scheduler."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from pearl_executor.ports import WorkerError
-from pearl_planner.fit import PlatformFit, fit_platform
+from pearl_planner.fit import PlatformFit, StepMeasurement, fit_platform
+from pearl_planner.reconcile import current_configuration
+from pearl_state.configuration import Configuration
 from pearl_state.events import Event, ProfileRefitted
 from pearl_state.profile import PlatformProfile
 from pearl_state.samples import EngineSamples, TurnSample
@@ -13,6 +16,9 @@ from pearl_state.table import WorkerTable
 from pearl_state.worker import Worker
 from pearl_telemetry.tracker import RuntimeTracker
 from pearl_telemetry.window import SampleWindow
+
+_STEPS: Final = 8
+"""Steps that T_over is fitted to."""
 
 
 class Sampled(Protocol):
@@ -45,11 +51,14 @@ class Refit:
         self._tracker = RuntimeTracker(weight=weight)
         self._window = SampleWindow()
         self._finished = asyncio.Event()
+        self._seen: set[Configuration | None] = set()
+        self._steps: deque[StepMeasurement] = deque(maxlen=_STEPS)
         self.fit: PlatformFit | None = None
         """The newest fit; None before the first."""
 
     def observe_turns(self, samples: Sequence[TurnSample]) -> None:
         """Turns of one finished trajectory."""
+        self._seen.add(current_configuration(self._table()))
         self._tracker.observe_turns(samples)
 
     def finish_step(
@@ -63,6 +72,10 @@ class Refit:
             decoding_fraction=decoding_fraction,
             borrowed=borrowed,
         )
+        # Only a step that ran under one configuration throughout says what that one takes.
+        if len(self._seen) == 1 and (configuration := self._seen.pop()) is not None:
+            self._steps.append(StepMeasurement(configuration=configuration, makespan_s=makespan_s))
+        self._seen.clear()
         self._finished.set()
 
     async def run(self) -> None:
