@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pearl_planner.extended import ExtendedModel
 from pearl_planner.fit import FitSettings, StepMeasurement, fit_overhead, fit_platform, fit_workload
 from pearl_planner.makespan import PrintedModel
 from pearl_planner.robust import clipped_mean, robust_line, weighted_median
@@ -163,12 +164,12 @@ def turn(step: int, index: int, last: bool = False, **values: float) -> TurnSamp
     return TurnSample(step=step, turn=index, last=last, **made)
 
 
-def steps(*lengths: int, step: int = 0) -> list[TurnSample]:
-    return [turn(step, i, i == n - 1) for n in lengths for i in range(n)]
+def trajectories(*lengths: int, step: int = 0) -> list[list[TurnSample]]:
+    return [[turn(step, i, i == n - 1) for i in range(n)] for n in lengths]
 
 
 def test_workload_statistics_are_those_of_the_turns():
-    fit = fit_workload([*steps(1, 2, 3, 6), *steps(2, 2, 2, 4, step=1)], batch=4, prior=WORKLOAD)
+    fit = fit_workload([*trajectories(1, 2, 3, 6), *trajectories(2, 2, 2, 4, step=1)], batch=4, prior=WORKLOAD)
     profile = fit.profile
     assert profile.batch == 4
     assert profile.turns == 5.0
@@ -183,22 +184,29 @@ def test_workload_statistics_are_those_of_the_turns():
     assert profile.origin["turns"] == "telemetry, 22 turns of 2 steps"
 
 
+def test_s_and_t_env_belong_to_the_trajectory_that_took_longest():
+    quick, slow = [turn(0, i) for i in range(6)], [turn(0, i, environment_s=9.0) for i in range(3)]
+    profile = fit_workload([quick, slow], batch=4, prior=WORKLOAD).profile
+    assert (profile.turns, profile.environment_s) == (3.0, 27.0)
+    assert profile.active_by_turn == (1.0, 1.0, 1.0, 0.5, 0.5, 0.5)
+
+
 def test_a_few_wild_turns_do_not_move_the_mean_far():
     wild = [turn(0, 0, new_prompt_tokens=10**7)] * 2
     spread = [turn(0, 0, new_prompt_tokens=80 + i % 40) for i in range(200)]
-    fit = fit_workload([*spread, *wild], batch=4, prior=WORKLOAD)
+    fit = fit_workload([[*spread, *wild]], batch=4, prior=WORKLOAD)
     assert fit.profile.new_prompt_tokens == pytest.approx(100, rel=0.05)
 
 
 def test_too_few_turns_keep_the_prior():
-    fit = fit_workload(steps(3), batch=16, prior=WORKLOAD)
+    fit = fit_workload(trajectories(3), batch=16, prior=WORKLOAD)
     assert fit.profile == replace(WORKLOAD, batch=16)
     assert fit.refused["turns"] == "3 turns, needs 8"
 
 
 def test_turns_without_decode_time_or_tokens_keep_those_fields():
     idle = [turn(0, 0, decode_s=0.0, response_tokens=0)] * 10
-    fit = fit_workload(idle, batch=4, prior=WORKLOAD)
+    fit = fit_workload([idle], batch=4, prior=WORKLOAD)
     assert fit.refused == {
         "bubble_ratio": "no decode time was measured",
         "response_tokens": "no turn generated a token",
@@ -208,7 +216,7 @@ def test_turns_without_decode_time_or_tokens_keep_those_fields():
 
 def test_a_turn_that_is_no_number_is_an_error():
     with pytest.raises(ProfileError, match="turn sample 2: environment_s = nan"):
-        fit_workload([turn(0, 0), turn(0, 1), turn(0, 2, environment_s=math.nan)], batch=4, prior=WORKLOAD)
+        fit_workload([[turn(0, 0), turn(0, 1)], [turn(0, 0, environment_s=math.nan)]], batch=4, prior=WORKLOAD)
 
 
 def test_t_over_is_what_colocated_steps_leave_over_per_turn():
@@ -223,11 +231,36 @@ def test_t_over_is_what_colocated_steps_leave_over_per_turn():
     fit = fit_overhead([*measured, wild, paired], workload=workload, platform=PRIOR, extended=False)
     assert fit.profile.overhead_per_turn_s == pytest.approx(0.5)
     assert fit.used == {"overhead_per_turn_s": 4}
+    again = fit_overhead(measured, workload=workload, platform=fit.profile, extended=False)
+    assert again.profile.overhead_per_turn_s == pytest.approx(0.5)
     fast = [replace(m, makespan_s=1.0) for m in measured]
     assert fit_overhead(fast, workload=workload, platform=PRIOR).profile.overhead_per_turn_s == 0.0
     few = fit_overhead([paired, measured[0]], workload=workload, platform=PRIOR)
-    assert few.refused == {"overhead_per_turn_s": "1 colocated steps, needs 2"}
+    assert few.refused == {
+        "overhead_per_turn_s": "1 colocated steps, needs 2",
+        "handover_s": "1 disaggregated steps, needs 2",
+    }
     assert few.profile is PRIOR
+    with pytest.raises(ProfileError, match="step sample 1: makespan_s = nan"):
+        fit_overhead([paired, replace(paired, makespan_s=math.nan)], workload=workload, platform=PRIOR)
+
+
+def test_the_hand_over_cost_is_what_disaggregated_steps_leave_over_per_turn():
+    workload = replace(WORKLOAD, batch=64, turns=16, new_prompt_tokens=100, response_tokens=50)
+    truth = ExtendedModel(workload, replace(PRIOR, handover_s=0.25))
+    measured = [StepMeasurement(configuration=Configuration(1, n), makespan_s=truth.total_s(1, n)) for n in (1, 2, 3)]
+    fit = fit_overhead(measured, workload=workload, platform=PRIOR)
+    assert fit.profile.handover_s == pytest.approx(0.25)
+    assert fit.residuals["step"] < 1e-9
+    printed = fit_overhead(measured, workload=workload, platform=PRIOR, extended=False)
+    assert printed.refused["handover_s"] == "eqs. (2) and (3) have no term for it"
+
+
+def test_s_counts_turns_of_mean_length():
+    """Four turns of 60 tokens are a path of eight of the mean 30."""
+    brief = [[turn(0, i, response_tokens=10, decode_s=0.5) for i in range(6)]]
+    talkative = [turn(0, i, response_tokens=60, decode_s=3.0) for i in range(4)]
+    assert fit_workload([*brief, talkative], batch=4, prior=WORKLOAD).profile.turns == 8.0
 
 
 def test_the_needs_of_a_fit_are_settings():

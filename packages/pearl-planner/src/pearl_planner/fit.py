@@ -4,7 +4,6 @@ Too few samples, or samples too alike, do not carry a line: such a field keeps i
 reason. A sample that is not a number is an error, since it means a broken meter.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -205,58 +204,54 @@ def _fit_transfer(
     found.take("handover_s", max(0.0, rest), count)
 
 
+_TURN_FIELDS = (
+    "new_prompt_tokens",
+    "response_tokens",
+    "context_tokens",
+    "prefill_s",
+    "decode_s",
+    "queue_s",
+    "environment_s",
+)
+
+
 def fit_workload(
-    samples: Sequence[TurnSample],
+    trajectories: Sequence[Sequence[TurnSample]],
     *,
     batch: int,
     prior: WorkloadProfile,
     settings: FitSettings = FitSettings(),
 ) -> WorkloadFit:
-    """S, r, ΔL, θ, T_env, contexts and `active_by_turn` from the turns of one or more steps.
+    """S, r, ΔL, θ, T_env, contexts and `active_by_turn` from the turns of finished trajectories, in order.
 
-    S is the largest number of turns of a step, averaged over steps. T_env is S − 1 times the mean pause between
-    turns, since turns do not say whose they are. Raises `ProfileError` for samples that are not finite or negative.
+    S and T_env are those of the trajectory that took longest in its step, averaged over steps. S counts turns of mean
+    length, its response tokens over r: what it generates decides how long its path is, in however many turns. The rest
+    are means over all turns. Raises `ProfileError` for samples that are not finite or negative.
     """
+    samples = [sample for turns in trajectories for sample in turns]
     count = len(samples)
     # Checked first, so that a broken meter is an error however few samples there are.
-    columns = {
-        name: _column("turn", name, [getattr(s, name) for s in samples])
-        for name in (
-            "step",
-            "turn",
-            "new_prompt_tokens",
-            "response_tokens",
-            "context_tokens",
-            "prefill_s",
-            "decode_s",
-            "queue_s",
-            "environment_s",
-        )
-    }
-    fields = ("turns", "new_prompt_tokens", "response_tokens", "bubble_ratio", "environment_s")
+    columns = {name: _column("turn", name, [getattr(s, name) for s in samples]) for name in _TURN_FIELDS}
     if count < settings.least_turns:
         reason = f"{count} turns, needs {settings.least_turns}"
+        fields = ("turns", "new_prompt_tokens", "response_tokens", "bubble_ratio", "environment_s")
         return WorkloadFit(profile=replace(prior, batch=batch), refused=dict.fromkeys(fields, reason))
-    turn, step = columns["turn"], columns["step"]
-    reached = np.bincount(turn.astype(np.int64))
-    started = int(reached[0]) or int(reached.max())
-    active = np.minimum.accumulate(np.minimum(1.0, reached / started))
-    longest = [float(turn[step == k].max()) + 1.0 for k in np.unique(step)]
-    turns = float(np.mean(longest))
+    lengths = np.array([len(turns) for turns in trajectories if turns])
+    slowest = _slowest(trajectories)
     # What follows a trajectory's last turn is no pause between turns.
     pauses = np.array([s.environment_s for s in samples if not s.last] or [0.0], dtype=np.float64)
-    environment = clipped_mean(pauses)
     decode = float(columns["decode_s"].sum())
     outside = sum(float(columns[name].sum()) for name in ("prefill_s", "queue_s", "environment_s"))
+    response = clipped_mean(columns["response_tokens"])
     values = {
-        "turns": turns,
+        "turns": max(1.0, _path_turns(slowest, response)),
         "new_prompt_tokens": clipped_mean(columns["new_prompt_tokens"]),
-        "response_tokens": clipped_mean(columns["response_tokens"]),
-        "environment_s": max(0.0, turns - 1.0) * environment,
+        "response_tokens": response,
+        "environment_s": float(np.mean([sum(s.environment_s for s in turns) for turns in slowest])),
         "context_tokens": clipped_mean(columns["context_tokens"]),
         "max_context_tokens": float(columns["context_tokens"].max()),
-        "mean_turns": min(turns, count / started),
-        "turn_environment_s": environment,
+        "mean_turns": float(lengths.mean()),
+        "turn_environment_s": clipped_mean(pauses),
     }
     refused = {}
     if decode > 0:
@@ -266,15 +261,32 @@ def fit_workload(
     if values["response_tokens"] <= 0:
         del values["response_tokens"]
         refused["response_tokens"] = "no turn generated a token"
-    origin = {**prior.origin, **dict.fromkeys(values, f"telemetry, {count} turns of {len(longest)} steps")}
+    origin = {**prior.origin, **dict.fromkeys(values, f"telemetry, {count} turns of {len(slowest)} steps")}
     profile = replace(
         prior,
         batch=batch,
         **values,
-        active_by_turn=tuple(float(a) for a in active),
+        active_by_turn=tuple(float((lengths > turn).mean()) for turn in range(int(lengths.max()))),
         origin=origin,
     )
     return WorkloadFit(profile=profile, used=dict.fromkeys(values, count), refused=refused)
+
+
+def _path_turns(slowest: Sequence[Sequence[TurnSample]], response: float) -> float:
+    """S: the slowest trajectories in turns of `response` tokens; plain turns where nothing was generated."""
+    if response <= 0:
+        return float(np.mean([len(turns) for turns in slowest]))
+    return float(np.mean([sum(s.response_tokens for s in turns) for turns in slowest]) / response)
+
+
+def _slowest(trajectories: Sequence[Sequence[TurnSample]]) -> list[Sequence[TurnSample]]:
+    """Of each step the trajectory whose turns took longest together."""
+    slowest: dict[int, tuple[float, Sequence[TurnSample]]] = {}
+    for turns in trajectories:
+        took = sum(s.prefill_s + s.decode_s + s.queue_s + s.environment_s for s in turns)
+        if turns and took > slowest.get(turns[0].step, (-1.0, turns))[0]:
+            slowest[turns[0].step] = took, turns
+    return [turns for _, turns in slowest.values()]
 
 
 def fit_overhead(
@@ -285,26 +297,43 @@ def fit_overhead(
     extended: bool = True,
     settings: FitSettings = FitSettings(),
 ) -> PlatformFit:
-    """T_over from colocated steps: what their makespans leave over without it, per turn, at least 0; the median.
+    """T_over from colocated steps and the hand-over cost from disaggregated ones: what makespans leave over per turn.
 
-    PEARL's list of refitted parameters omits it, though the choice of the mode hangs on it: eq. (1) has no (1+θ).
+    PEARL's list of refitted parameters omits T_over, though the choice of the mode hangs on it: eq. (1) has no (1+θ).
+    Both are medians over steps, at least 0. Raises `ProfileError` for a makespan that is not finite or negative.
     """
-    seconds = _column("step", "makespan_s", [s.makespan_s for s in steps])
-    usable = [i for i, s in enumerate(steps) if s.configuration.colocated]
-    if len(usable) < settings.least_steps:
-        reason = f"{len(usable)} colocated steps, needs {settings.least_steps}"
-        return PlatformFit(profile=platform, refused={"overhead_per_turn_s": reason})
-    bare = replace(platform, overhead_per_turn_s=0.0)
-    model: MakespanModel = ExtendedModel(workload, bare) if extended else PrintedModel(workload, bare)
-    left = np.array(
-        [(seconds[i] - model.colocated(steps[i].configuration.colocated).total_s) / workload.turns for i in usable]
-    )
-    value = max(0.0, float(np.median(left)))
-    spread = float(np.median(np.abs(left - np.median(left)))) * workload.turns
-    origin = {**platform.origin, "overhead_per_turn_s": f"telemetry, {len(usable)} colocated steps"}
-    level = float(np.median(seconds[usable]))
+    _column("step", "makespan_s", [s.makespan_s for s in steps])
+    found = _Values()
+    level: list[float] = []
+    for name, chosen in (
+        ("overhead_per_turn_s", [s for s in steps if s.configuration.colocated]),
+        ("handover_s", [s for s in steps if s.configuration.prefill]),
+    ):
+        mode = "colocated" if name == "overhead_per_turn_s" else "disaggregated"
+        if len(chosen) < settings.least_steps:
+            found.refuse(f"{len(chosen)} {mode} steps, needs {settings.least_steps}", name)
+            continue
+        # The printed model knows no hand-over cost, so there is nothing to fit it by.
+        if mode == "disaggregated" and not extended:
+            found.refuse("eqs. (2) and (3) have no term for it", name)
+            continue
+        model: MakespanModel = ExtendedModel(workload, platform) if extended else PrintedModel(workload, platform)
+        left = np.array([(s.makespan_s - _predicted_s(model, s.configuration)) / workload.turns for s in chosen])
+        middle = float(np.median(left))
+        found.take(name, max(0.0, getattr(platform, name) + middle), len(chosen))
+        level += [
+            abs(float(x) - middle) * workload.turns / max(s.makespan_s, 1e-9) for x, s in zip(left, chosen, strict=True)
+        ]
+    origin = {**platform.origin, **{name: f"telemetry, {count} steps" for name, count in found.used.items()}}
     return PlatformFit(
-        profile=replace(bare, overhead_per_turn_s=value, origin=origin),
-        used={"overhead_per_turn_s": len(usable)},
-        residuals={"step": spread / level if math.isfinite(level) and level else 0.0},
+        profile=replace(platform, **found.values, origin=origin) if found.values else platform,
+        used=found.used,
+        refused=found.refused,
+        residuals={"step": float(np.median(level))} if level else {},
     )
+
+
+def _predicted_s(model: MakespanModel, configuration: Configuration) -> float:
+    if configuration.prefill:
+        return model.total_s(configuration.prefill, configuration.decode)
+    return model.colocated(configuration.colocated).total_s
