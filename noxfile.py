@@ -87,7 +87,7 @@ def build(session: nox.Session) -> None:
     out = Path(session.create_tmp()) / "wheels"
     shutil.rmtree(out, ignore_errors=True)
     session.run_install("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", str(out), external=True)
-    session.run_install("uv", "pip", "install", "--quiet", "--reinstall-package", "pearl-planner", "--reinstall-package",
-                        "pearl-state", f"--find-links={out}", "pearl-planner")  # fmt: skip
-    session.run("python", "-m", "pearl_planner", "decide", "--model", "qwen3-8b", "--gpu", "h800", "--tp", "2",
-                "--workers", "8")  # fmt: skip
+    wheels = [str(next(out.glob(f"{name}-*.whl"))) for name in ("pearl_state", "pearl_planner")]
+    session.run_install("uv", "pip", "install", "--quiet", "--reinstall", *wheels)
+    question = ("--model", "qwen3-8b", "--gpu", "h800", "--tp", "2", "--workers", "8")
+    session.run("python", "-m", "pearl_planner", "decide", *question)
