@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +73,20 @@ def test_the_newest_step_weighs_what_it_should_and_others_fade() -> None:
     assert profile is not None
     assert profile.new_prompt_tokens == 30.0
     assert "2 steps" in profile.origin["turns"]
+
+
+def test_every_figure_says_where_it_comes_from() -> None:
+    tracker = RuntimeTracker()
+    for step, fraction in ((1, None), (2, 0.5), (3, 0.25)):
+        for _ in range(4):
+            tracker.observe_turns(trajectory(step, 2))
+        finish(tracker, step, fraction)
+        profile = tracker.profile()
+        assert profile is not None
+        assert profile.origin.keys() == {item.name for item in fields(profile)} - {"origin"}
+        assert profile.origin["turns"] == f"telemetry, moving average over {step} steps"
+        expected = "not measured" if step == 1 else f"over {step - 1} steps"
+        assert expected in profile.origin["bubble_ratio"]
 
 
 def test_turns_of_the_next_step_wait_for_its_end() -> None:

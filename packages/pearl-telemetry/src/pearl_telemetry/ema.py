@@ -16,6 +16,8 @@ class Ema:
         self._list: tuple[float, ...] = ()
         self.count = 0
         """Observations so far."""
+        self.counts: dict[str, int] = {}
+        """Observations so far of each name."""
 
     def observe(self, values: Mapping[str, float], fractions: Sequence[float] = ()) -> None:
         """Average one observation in. A shorter `fractions` counts as 0 beyond its end. Raises `ValueError` for NaN."""
@@ -25,6 +27,7 @@ class Ema:
         weight = self._weight if self.count else 1.0
         for name, value in values.items():
             old = self._values.get(name, value)
+            self.counts[name] = self.counts.get(name, 0) + 1
             self._values[name] = old + weight * (value - old)
         pairs = zip_longest(self._list, fractions, fillvalue=0.0)
         self._list = tuple(old + weight * (new - old) for old, new in pairs)

@@ -7,6 +7,17 @@ from pearl_state.profile import WorkloadProfile
 from pearl_state.samples import TurnSample
 from pearl_telemetry.ema import Ema
 
+_AVERAGED = (
+    "turns",
+    "mean_turns",
+    "new_prompt_tokens",
+    "response_tokens",
+    "context_tokens",
+    "environment_s",
+    "turn_environment_s",
+)
+"""Fields of the profile that are moving averages under the same name."""
+
 
 @dataclass(slots=True)
 class _Step:
@@ -107,7 +118,12 @@ class RuntimeTracker:
         ema = self._ema
         if not ema.count:
             return None
-        names = ("turns", "mean_turns", "new_prompt_tokens", "response_tokens", "context_tokens", "environment_s")
+        measured = dict.fromkeys((*_AVERAGED, "active_by_turn"), f"telemetry, moving average over {ema.count} steps")
+        measured["batch"] = "telemetry, newest step"
+        measured["max_context_tokens"] = f"telemetry, largest over {ema.count} steps"
+        measured["bubble_ratio"] = "not measured: nobody told the decoding fraction"
+        if (times := ema.counts.get("bubble_ratio", 0)) > 0:
+            measured["bubble_ratio"] = f"telemetry, moving average over {times} steps"
         return WorkloadProfile(
             batch=self._batch,
             turns=max(1.0, ema["turns"]),
@@ -120,5 +136,5 @@ class RuntimeTracker:
             mean_turns=ema["mean_turns"],
             turn_environment_s=ema["turn_environment_s"],
             active_by_turn=ema.fractions,
-            origin=dict.fromkeys(names, f"telemetry, moving average over {ema.count} steps"),
+            origin=measured,
         )
