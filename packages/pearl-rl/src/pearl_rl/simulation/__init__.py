@@ -1,0 +1,1 @@
+"""A cluster in virtual time: the production control plane over simulated engines, trainer, and availability."""
