@@ -388,6 +388,18 @@ def test_a_signal_during_a_plan_is_decided_on_when_the_plan_is_over() -> None:
     assert world.state.table.configuration == best.selected
 
 
+def test_a_worker_lost_just_before_its_group_is_ready_is_not_admitted() -> None:
+    world = World(start(Borrowing.OFF))
+    world.post(offer(10, 11))
+    victim = min(w for w in world.state.table.rows if world.state.table.rows[w].zone is Zone.DEDICATED)
+    world.post(events.WorkerFailed(now_s=1.0, worker=victim, incarnation=1, cause="crash"))
+    world.answer(0, fail=False)
+    assert world.state.table.rows[victim].lifecycle is Lifecycle.FAILED
+    world.settle()
+    assert len(world.state.table.active()) == 2
+    assert world.state.table.rows[victim].incarnation == 2
+
+
 def test_a_borrow_prepares_overlap_workers_only() -> None:
     world = World(start())
     world.post(offer(10, tenure=Tenure.RESERVED))

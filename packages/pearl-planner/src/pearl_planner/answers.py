@@ -20,13 +20,15 @@ def group_prepared(state: ElasticState, event: events.GroupPrepared) -> Step:
         return state, ()
     state = replace(state, groups={id_: g for id_, g in state.groups.items() if id_ != event.plan_id})
     # A worker may have been reported lost while the rest of its group came up.
-    up = [id_ for id_ in sorted(group.workers) if state.table.rows[id_].lifecycle in _PREPARING]
-    table = state.table.move(up, Lifecycle.PENDING_WEIGHTS)
+    lost = group.workers & state.lost
+    up = [id_ for id_ in sorted(group.workers - lost) if state.table.rows[id_].lifecycle in _PREPARING]
+    table = state.table.move(up, Lifecycle.PENDING_WEIGHTS).move(sorted(lost), Lifecycle.FAILED)
     for id_ in up:
         table = table.report(id_, event.reported[id_])
     if group.kind is GroupKind.BORROW:
         state = replace(state, toggle_costs=state.toggle_costs.observe_activation(event.duration_s))
-    return replace(state, table=table), ()
+    state = replace(state, table=table, lost=state.lost - lost)
+    return state, (CleanWorkers(workers=rows(state, tuple(sorted(lost)))),) if lost else ()
 
 
 _PREPARING = (Lifecycle.STARTING, Lifecycle.RESUMING)
@@ -49,7 +51,7 @@ def group_failed(state: ElasticState, event: events.GroupFailed) -> Step:
             table = table.move([id_], Lifecycle.RELEASED)
         else:
             table = table.move([id_], Lifecycle.VACANT)
-    state = replace(state, table=table)
+    state = replace(state, table=table, lost=state.lost - group.workers)
     if group.kind is GroupKind.BORROW and not group.cancelled:
         state = replace(state, lend_refused=True)
     return retire_spent(state, group), ()
@@ -161,8 +163,11 @@ def worker_failed(state: ElasticState, event: events.WorkerFailed) -> Step:
         return state, ()
     if row.lifecycle in (Lifecycle.VACANT, Lifecycle.FAILED, Lifecycle.RETIRED):
         return state, ()
-    if row.lifecycle in _PREPARING or any(event.worker in ids for ids in state.removals.values()):
-        # The executor that works on it sees the same failure and answers for it.
+    if row.lifecycle in _PREPARING:
+        # Its group fails with it; where the group was just declared ready, its answer finds the loss noted here.
+        return replace(state, lost=state.lost | {event.worker}), ()
+    if any(event.worker in ids for ids in state.removals.values()):
+        # The executor that removes it sees the same failure and answers for it.
         return state, ()
     if row.lifecycle is Lifecycle.RELEASED:
         # It held nothing of the GPU, which may be training's now: there is nothing to free, only to reap.

@@ -87,6 +87,8 @@ class ElasticState:
     doomed: Mapping[WorkerId, frozenset[GpuId]] = field(default_factory=dict[WorkerId, frozenset[GpuId]])
     """Slots whose GPUs were asked back, until they are gone → which of their GPUs."""
     groups: Mapping[PlanId, Group] = field(default_factory=dict[PlanId, Group])
+    lost: frozenset[WorkerId] = frozenset()
+    """Workers of a group that were lost after they came up, until the group's answer is in."""
     removals: Mapping[PlanId, frozenset[WorkerId]] = field(default_factory=dict[PlanId, frozenset[WorkerId]])
     """Mandatory removals under way."""
     running: RunningPlan | None = None
