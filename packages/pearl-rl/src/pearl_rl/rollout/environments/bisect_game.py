@@ -1,9 +1,9 @@
 """The debugging game: one of N commits introduced a bug; name it with few test runs. Pure, no waiting.
 
-Each turn the agent names a commit; the tool tests it and its parent. The commit is the first bad one (found), good
+Each turn the agent restates the suspects and names a commit; the tool tests it and its parent. The commit is the first bad one (found), good
 (the bug came later), or bad like its parent (the bug came before). The words and the layout are few and fixed so
 that a model of 0.1 million parameters with a word-level tokenizer can learn it: halving the range is the best
-strategy, and what it needs (both ends of the range) stands at the end of every observation.
+strategy, and what it needs (the first and the last suspect) is what the agent itself writes just before it chooses.
 """
 
 import random
@@ -24,24 +24,23 @@ from pearl_rl.rollout.environments.tools import run_tests
 TOOL: Final = "run_tests"
 """Name of the tool that a game asks for."""
 
-REPORTS: Final = {"": 0, "-v": 1, "-v -l --tb long": 2}
+REPORTS: Final = {"": 0, "-v": 1, "-v --tb long": 2}
 """Options the agent may add, and how many further lines each reports. They change r and ΔL, never the reward."""
 
-COMMAND: Final = re.compile(r"checkout c(\d{1,4}) then run pytest(?: (-v(?: -l --tb long)?))?", re.ASCII)
+COMMAND: Final = re.compile(r"suspects c(\d{1,4}) to c(\d{1,4}) pytest c(\d{1,4})(?: (-v(?: --tb long)?))?", re.ASCII)
 
 TEXT: Final = (
-    "checkout then run pytest -v -l --tb long a test that passed before fails at . name the first bad commit is "
-    "after , tests left search to of : parent failed found error : expected command no such"
+    "suspects to pytest -v --tb long a test that passed before fails at . name the first bad commit is after , tests "
+    "left of : parent failed found error expected command other no such"
 )
-"""Every fixed word that a command, a prompt or an observation can hold. Commands share theirs with nothing else, so
-that the form of a command is learned apart from what observations look like."""
+"""Every fixed word that a command, a prompt or an observation can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class BisectSettings:
     """Size of the game. Raises `EnvironmentSettingsError`."""
 
-    commits: int = 16
+    commits: int = 8
     """N: the bug came with one of them, each equally likely."""
     tries: int = 6
     """Turns until the game is lost; a mistake uses one up as a test does."""
@@ -107,14 +106,16 @@ class BisectGame:
         command = COMMAND.fullmatch(" ".join(action.split()))
         if command is None:
             return "error : expected a command"
-        commit = int(command[1])
+        low, high, commit = int(command[1]), int(command[2]), int(command[3])
+        if (low, high) != (self._low, self._high):
+            return "error : expected other suspects"
         if commit >= self._settings.commits:
             return "error : no such commit"
         return {
             "commit": commit,
             "culprit": self._culprit,
             "faulty": self._task.payload["faulty"],
-            "lines": self._settings.lines + REPORTS[command[2] or ""],
+            "lines": self._settings.lines + REPORTS[command[4] or ""],
             "seed": self._task.seed,
         }
 
@@ -152,12 +153,16 @@ class BisectGame:
 
     def _status(self) -> str:
         left = self._settings.tries - self.used
-        return f"{left} tests left , search {commit_name(self._low)} to {commit_name(self._high)} ."
+        return f"{left} tests left , {_suspects(self.candidates)}"
 
 
-def command(commit: int, report: str = "") -> str:
-    """The action that tests `commit`; `report` is a key of `REPORTS`."""
-    return f"checkout {commit_name(commit)} then run pytest {report}".strip()
+def command(candidates: range, commit: int, report: str = "") -> str:
+    """The action that tests `commit` while `candidates` are left; `report` is a key of `REPORTS`."""
+    return f"{_suspects(candidates)} pytest {commit_name(commit)} {report}".strip()
+
+
+def _suspects(candidates: range) -> str:
+    return f"suspects {commit_name(candidates[0])} to {commit_name(candidates[-1])}"
 
 
 def demonstrations(settings: BisectSettings, seed: int, count: int) -> tuple[Demonstration, ...]:
@@ -171,7 +176,7 @@ def demonstrations(settings: BisectSettings, seed: int, count: int) -> tuple[Dem
         game = BisectGame(settings, make_task(settings, draw.getrandbits(31), index))
         observation, turns, reward = game.prompt(), [], 0.0
         while not game.done:
-            action = command(draw.randrange(settings.commits), draw.choice(tuple(REPORTS)))
+            action = command(game.candidates, draw.randrange(settings.commits), draw.choice(tuple(REPORTS)))
             result = game.step(action)
             turns.append((observation, action))
             observation, reward = result.observation, reward + result.reward
