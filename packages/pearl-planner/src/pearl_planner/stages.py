@@ -75,7 +75,7 @@ class StageBuilder:
             self._emit(join=self._take_joiners())
         while self._pending:
             wave = self._wave()
-            alone = self._serving.changed(self._roles(wave), wave.values()).paired
+            alone = not self._add or self._serving.changed(self._roles(wave), wave.values()).paired
             self._emit(switch=wave, join={} if alone else self._take_joiners())
         if self._add:
             self._emit(join=self._take_joiners())

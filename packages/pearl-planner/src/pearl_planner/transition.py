@@ -39,10 +39,6 @@ class WorkerCosts:
     cached_token_s: float = 2e-5
     """Seconds of prefill per lost token (t_prefill)."""
 
-    def of(self, worker: WorkerId) -> float:
-        """Seconds of work lost when `worker` is interrupted and loses its cache."""
-        return self.load.get(worker, 0.0) * self.request_s + self.cached_tokens.get(worker, 0.0) * self.cached_token_s
-
 
 _FAR = 1e12
 """Beyond any time on a run's clock, seconds."""
@@ -57,8 +53,10 @@ class _Order:
         self._price: dict[WorkerId, float] = {}
         self._hurry: dict[WorkerId, float] = {}
         if costs.load or costs.cached_tokens:
-            self._price = {row.id: costs.of(row.id) for row in workers}
-        if any(row.tenure is Tenure.PREEMPTIBLE or row.reclaim_at_s is not None for row in workers):
+            load, cached = costs.load.get, costs.cached_tokens.get
+            request_s, token_s = costs.request_s, costs.cached_token_s
+            self._price = {row.id: load(row.id, 0.0) * request_s + cached(row.id, 0.0) * token_s for row in workers}
+        if [1 for row in workers if row.tenure is Tenure.PREEMPTIBLE or row.reclaim_at_s is not None]:
             self._hurry = {row.id: _hurry(row) for row in workers}
 
     def __call__(self, ids: Iterable[WorkerId], *, cheapest: bool = True) -> list[WorkerId]:
@@ -115,10 +113,9 @@ def plan_transition(
     chosen = frozenset(members)
     _check_members(table, chosen, target)
     active = table.active()
-    leave = frozenset(id_ for id_ in active if id_ not in chosen)
+    leave = frozenset(active) - chosen
     survivors = [id_ for id_ in active if id_ in chosen]
-    still = frozenset(survivors)
-    joining = sorted(id_ for id_ in chosen if id_ not in still)
+    joining = sorted(chosen.difference(active))
     reassign, add = _assign(table, survivors, joining, target, costs, prepared)
     builder = StageBuilder(table, target, leave=leave, survivors=survivors, reassign=reassign, add=add)
     return TransitionPlan(
