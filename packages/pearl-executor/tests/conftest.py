@@ -89,7 +89,17 @@ def plain_model(model_dir):
 def make_engine(model_dir):
     """`make_engine(role, name=…, limits…)`: an engine with weight version 0. Its clock stands still where asked."""
 
-    def make(role="colocated", *, name="qwen3", seed=0, pace=None, weight_version=0, frozen_clock=False, **limits):
+    def make(
+        role="colocated",
+        *,
+        name="qwen3",
+        seed=0,
+        pace=None,
+        weight_version=0,
+        frozen_clock=False,
+        device="cpu",
+        **limits,
+    ):
         from time import perf_counter
 
         from pearl_executor.engines.torch.engine import Engine, EngineLimits
@@ -101,6 +111,7 @@ def make_engine(model_dir):
             role=Role(role),
             limits=EngineLimits(**sizes),
             pace=pace,
+            device=device,
             weight_version=weight_version,
             clock=(lambda: 100.0) if frozen_clock else perf_counter,
         )

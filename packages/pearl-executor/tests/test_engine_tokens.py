@@ -168,10 +168,13 @@ def test_an_architecture_that_packed_attention_does_not_reproduce_is_refused_at_
         make_engine(name=name)
 
 
-def test_a_network_that_leaks_between_packed_requests_is_found_by_its_logits(make_engine, monkeypatch):
-    monkeypatch.setattr("pearl_executor.engines.torch.model._KINDS", ("full_attention", "conv"))
+def test_a_network_that_ignores_positions_is_found_by_its_logits(make_engine, monkeypatch):
+    from transformers import GPT2Model
+
+    forward = GPT2Model.forward
+    monkeypatch.setattr(GPT2Model, "forward", lambda self, *a, position_ids=None, **more: forward(self, *a, **more))
     with pytest.raises(EngineError, match="logits differ"):
-        make_engine(name="hybrid")
+        make_engine(name="gpt2")
 
 
 def test_samples_follow_the_distribution():

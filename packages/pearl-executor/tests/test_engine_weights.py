@@ -121,6 +121,27 @@ def test_kv_handed_over_across_a_load_serves_its_request_but_no_other(make_engin
         decode.add(asked, kv=blob.tail(5))
 
 
+def test_kv_of_old_weights_is_not_mixed_with_a_kept_prefix_of_new_ones(make_engine, drive, snapshot):
+    prefill, other = make_engine("prefill"), make_engine("prefill", seed=1, weight_version=1)
+    keeping, empty = make_engine("decode"), make_engine("decode")
+    asked = request("r", prompt_of(6, 20), affinity="t")
+    prefill.add(asked)
+    old = drive(prefill)[1]["r"]
+    other.add(asked)
+    new = drive(other)[1]["r"]
+    for engine in (keeping, empty):
+        engine.load_weights(snapshot[0], 1)
+    keeping.add(asked, kv=new)
+    drive(keeping, streamed={"r": list(new.tokens[20:])})
+    held = keeping.held_tokens(asked.prompt, "t")
+    tokens = []
+    for engine in (keeping, empty):
+        engine.add(asked, kv=old)
+        tokens.append(drive(engine, streamed={"r": list(old.tokens[20:])})[0]["r"].logprobs)
+    assert tokens[0] == tokens[1]
+    assert keeping.held_tokens(asked.prompt, "t") == held == 20
+
+
 def test_kv_that_a_load_overtook_on_the_prefill_worker_says_so(make_engine, drive, snapshot):
     prefill, decode = make_engine("prefill", prefill_chunk_tokens=10), make_engine("decode")
     asked = request("r", prompt_of(6, 25), affinity="t")

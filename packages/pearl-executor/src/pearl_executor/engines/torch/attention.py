@@ -33,6 +33,11 @@ class Terms:
     sinks: Tensor | None = None
     """[heads]: one more score per head that takes probability and gives no value."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own attention can do it."""
+        return self.softcap is None and self.sinks is None
+
 
 class PackedBatch(Protocol):
     """The requests behind one packed row."""
@@ -108,6 +113,7 @@ class DecodeBatch:
             values.index_select(0, read).view(*self.read.shape, *values.shape[1:]).transpose(1, 2),
             self._mask(terms.window, query.dtype),
             terms,
+            None if terms.sinks is None else terms.sinks.view(1, key.shape[1], -1, 1),
         )
         return out.reshape(requests, heads, -1)
 
@@ -130,12 +136,20 @@ class Segment:
     """[context]: slots of all tokens of the request up to the chunk's last."""
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype, groups: int) -> Tensor:
-        """[groups · chunk, context]: 0 where a token may look, -inf elsewhere; the same for each group."""
+    @property
+    def whole(self) -> bool:
+        """Whether the chunk is all of the context, so that nothing is read from the pool."""
+        return len(self.read) == self.end - self.begin
+
+    def mask(self, terms: Terms, dtype: torch.dtype) -> Tensor | None:
+        """[chunk, context]: 0 where a token may look, -inf elsewhere; None where torch's causal attention will do."""
+        window = terms.window
+        if self.whole and terms.plain and (window is None or window >= len(self.read)):
+            return None
         if window not in self._masks:
             key = torch.arange(len(self.read), device=self.read.device)
             query = key[self.begin - self.end :].unsqueeze(1)
-            self._masks[window] = _causal(query, key, window, dtype).repeat(groups, 1)
+            self._masks[window] = _causal(query, key, window, dtype)
         return self._masks[window]
 
 
@@ -154,42 +168,42 @@ class PrefillBatch:
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         for segment in self.segments:
             rows = slice(segment.begin, segment.end)
-            whole = len(segment.read) == segment.end - segment.begin
-            context_keys = key[rows] if whole else keys.index_select(0, segment.read)
-            context_values = value[rows] if whole else values.index_select(0, segment.read)
+            context_keys = key[rows] if segment.whole else keys.index_select(0, segment.read)
+            context_values = value[rows] if segment.whole else values.index_select(0, segment.read)
             out[rows] = _attend_chunk(query[rows], context_keys, context_values, segment, terms)
         return out
 
 
 def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, segment: Segment, terms: Terms) -> Tensor:
-    """[chunk, heads, dim] over [context, KV heads, dim]: query heads of a KV head are stacked as further rows."""
+    """[chunk, heads, dim] over [context, KV heads, dim]: KV heads take the place of the batch, none is repeated."""
     chunk, heads, dim = query.shape
-    kv_heads = key.shape[1]
-    groups = heads // kv_heads
+    kv_heads, groups = key.shape[1], heads // key.shape[1]
     out = _attend(
-        query.transpose(0, 1).reshape(1, kv_heads, groups * chunk, dim),
-        key.transpose(0, 1).unsqueeze(0),
-        value.transpose(0, 1).unsqueeze(0),
-        segment.mask(terms.window, query.dtype, groups),
+        query.transpose(0, 1).reshape(kv_heads, groups, chunk, dim),
+        key.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1),
+        value.transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1),
+        segment.mask(terms, query.dtype),
         terms,
+        None if terms.sinks is None else terms.sinks.view(kv_heads, groups, 1, 1),
     )
-    return out.view(heads, chunk, -1).transpose(0, 1)
+    return out.reshape(heads, chunk, -1).transpose(0, 1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, terms: Terms) -> Tensor:
-    """[batch, KV heads, rows, dim] over [batch, KV heads, context, dim]; rows are group-major (group, position)."""
-    if terms.softcap is None and terms.sinks is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=terms.scaling)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: Terms, sinks: Tensor | None
+) -> Tensor:
+    """Attention over the last two axes; `mask` and `sinks` are broadcast to the scores. No mask means causal."""
+    if mask is None or terms.plain:
+        causal = mask is None
+        return scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=terms.scaling)
     scores = query @ key.transpose(2, 3) * (terms.scaling or query.shape[-1] ** -0.5)
     if terms.softcap is not None:
         scores = terms.softcap * torch.tanh(scores / terms.softcap)
-    scores = scores + mask
+    scores = (scores + mask).float()
     context = scores.shape[-1]
-    if terms.sinks is not None:
-        by_group = terms.sinks.view(query.shape[1], -1)
-        by_row = by_group.repeat_interleave(query.shape[2] // by_group.shape[1], dim=1)
-        scores = torch.cat([scores, by_row[None, :, :, None].expand(len(scores), -1, -1, 1)], dim=-1)
-    return scores.float().softmax(-1)[..., :context].to(value.dtype) @ value
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+    return scores.softmax(-1)[..., :context].to(value.dtype) @ value
 
 
 def _causal(query: Tensor, key: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -208,7 +208,8 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         duration_s = max(self._clock() - iteration.begun_s, least_s)
-        switches = self._role is Role.COLOCATED and self._last_phase not in (Phase.IDLE, iteration.phase)
+        # Only a colocated engine ever has both phases.
+        switches = self._last_phase not in (Phase.IDLE, iteration.phase)
         self._last_phase = iteration.phase
         return iteration.begun_s + duration_s + (self._pace.phase_switch_s if switches else 0.0), duration_s
 
