@@ -65,6 +65,29 @@ def test_what_only_a_part_refuses_is_refused_in_one_line():
         check_parts(greedy)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["environment.name=bisekt"], "environment.name = bisekt: unknown environment 'bisekt'"),
+        (["environment.args.commits=1"], "environment.name = bisect: "),
+        (["environment.args.no_such_argument=1"], "no_such_argument"),
+        (["environment.name=no_such_module:suite"], "cannot be imported"),
+        (["environment.name=pathlib:no_such_suite"], "has no 'no_such_suite'"),
+        (["environment.name=:suite"], "environment.name = :suite: "),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_refused_in_one_line(overrides, words):
+    with pytest.raises(SettingsError) as caught:
+        check_parts(load_settings(None, overrides).settings)
+    assert words in str(caught.value)
+    assert str(caught.value) == " ".join(str(caught.value).split())
+
+
+def test_every_environment_of_one_file_is_made_from_its_defaults():
+    for name in ("bisect", "calculator"):
+        check_parts(load_settings(None, [f"environment.name={name}"]).settings)
+
+
 def test_a_trace_is_bundled_or_a_file(tmp_path):
     assert trace_path(load_settings().settings) == bundled_trace()
     file = tmp_path / "mine.csv"

@@ -22,13 +22,18 @@ def check_parts(settings: Settings) -> None:
     """
     from pearl_executor.availability import read_trace
     from pearl_rl import parts
+    from pearl_rl.rollout.environments.suites import make_suite
 
-    availability = settings.availability
+    availability, environment = settings.availability, settings.environment
     if availability.source == "trace":
         try:
             read_trace(trace_path(settings), availability.segment or None)
         except ValueError as error:
             raise SettingsError(f"availability.trace = {availability.trace}: {error}") from None
+    try:
+        make_suite(environment.name, environment.args)
+    except (ValueError, ImportError) as error:
+        raise SettingsError(f"environment.name = {environment.name}: {error}") from None
     for build in (
         parts.pace,
         parts.limits,
