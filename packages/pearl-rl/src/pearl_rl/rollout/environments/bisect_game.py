@@ -1,8 +1,8 @@
 """The debugging game: one of N commits introduced a bug; name it with few test runs. Pure, no waiting.
 
-Each turn the agent restates the suspects and names a commit; the tool tests it and its parent. The commit is the first bad one (found), good
-(the bug came later), or bad like its parent (the bug came before). The words and the layout are few and fixed so
-that a model of 0.1 million parameters with a word-level tokenizer can learn it: halving the range is the best
+Each turn the agent restates the suspects and names a commit; the tool tests it and its parent. The commit is the first
+bad one (found), good (the bug came later), or bad like its parent (the bug came before). Words and layout are few and
+fixed so that a model of 0.1 million parameters with a word-level tokenizer can learn it: halving the range is the best
 strategy, and what it needs (the first and the last suspect) is what the agent itself writes just before it chooses.
 """
 
