@@ -1,0 +1,192 @@
+"""The KV budget of one simulated engine: sequences in hand, and kept prefixes that give way, oldest first.
+
+Like a radix cache over whole conversations: one entry for each conversation, and below it the root that several
+conversations share (the task's first prompt), which is held once.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """A shared beginning; alive while somebody uses it."""
+
+    name: str
+    tokens: int
+    users: int = 0
+    """Sequences in hand and kept prefixes that begin with it."""
+    holds: int = 0
+    """Sequences in hand among them."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    tokens: int
+    """Beyond the root."""
+    root: Root | None
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What one sequence in hand occupies."""
+
+    tokens: int = 0
+    """Beyond the root."""
+    root: Root | None = None
+    epoch: int = 0
+    """Weights under which it began; what older weights computed is not kept."""
+
+    @property
+    def context_tokens(self) -> int:
+        """All tokens whose KV it has or will have."""
+        return self.tokens + (self.root.tokens if self.root else 0)
+
+
+class KvPool:
+    """Token-exact accounting. Never exceeds `capacity`: `used` = in hand + kept + roots."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a KV budget of {capacity} tokens: must be at least 1")
+        self.capacity = capacity
+        self.pinned = 0
+        """Tokens of sequences in hand, without roots."""
+        self.kept = 0
+        """Tokens of kept prefixes, without roots."""
+        self.root_tokens = 0
+        self.held_roots = 0
+        """Tokens of roots that a sequence in hand begins with."""
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._roots: dict[str, Root] = {}
+        self._epoch = 0
+        self.evicted_tokens = 0
+
+    @property
+    def used(self) -> int:
+        """Tokens that are occupied."""
+        return self.pinned + self.kept + self.root_tokens
+
+    @property
+    def attainable(self) -> int:
+        """Tokens that sequences in hand could still take if every kept prefix gave way."""
+        return self.capacity - self.pinned - self.held_roots
+
+    def match(self, conversation: str, root: str, prompt_tokens: int, reusable: int) -> int:
+        """Tokens of a prompt that are here: its conversation's, else its root's; never the last token."""
+        entry = self._entries.get(conversation)
+        if entry is not None:
+            found = entry.tokens + (entry.root.tokens if entry.root else 0)
+        else:
+            shared = self._roots.get(root) if root else None
+            found = shared.tokens if shared else 0
+        return max(0, min(found, reusable, prompt_tokens - 1))
+
+    def room_for(self, conversation: str, root: str, root_tokens: int, prompt_tokens: int) -> int:
+        """By how much `attainable` exceeds what this prompt would take (negative: it does not fit)."""
+        entry = self._entries.get(conversation)
+        shared = entry.root if entry is not None else self._roots.get(root)
+        if shared is None:
+            return self.attainable - max(prompt_tokens, root_tokens)
+        held = shared.tokens if shared.holds else 0
+        return self.attainable - (prompt_tokens - held)
+
+    def take(self, conversation: str, root: str, root_tokens: int, prompt_tokens: int) -> Hold:
+        """Occupy a whole prompt; its conversation's kept prefix goes over into the hold, the rest is evicted for."""
+        entry = self._entries.pop(conversation, None)
+        if entry is not None:
+            self.kept -= entry.tokens
+            shared = entry.root
+        else:
+            shared = self._share(root, root_tokens)
+        own = prompt_tokens
+        if shared is not None:
+            own -= shared.tokens
+            shared.holds += 1
+            if shared.holds == 1:
+                self.held_roots += shared.tokens
+        self.pinned += own
+        self._make_room()
+        return Hold(tokens=own, root=shared, epoch=self._epoch)
+
+    def _share(self, name: str, tokens: int) -> Root | None:
+        if not name or tokens <= 0:
+            return None
+        root = self._roots.get(name)
+        if root is None:
+            root = self._roots[name] = Root(name, tokens)
+            self.root_tokens += tokens
+        root.users += 1
+        return root
+
+    def grow(self, tokens: int) -> None:
+        """Sequences in hand grew by `tokens` in all; their holds are settled when they end."""
+        self.pinned += tokens
+        self._make_room()
+
+    def drop(self, hold: Hold) -> None:
+        """Free what a sequence occupied."""
+        self._let_go(hold)
+        self._leave(hold.root)
+
+    def keep(self, conversation: str, hold: Hold, tokens: int) -> None:
+        """Keep the first `tokens` of what a sequence occupied for its conversation's next turn, free the rest."""
+        root = hold.root
+        own = min(hold.tokens, tokens - (root.tokens if root else 0))
+        if not conversation or own <= 0 or hold.epoch != self._epoch:
+            self.drop(hold)
+            return
+        self._let_go(hold)
+        self._forget(conversation)
+        self._entries[conversation] = _Entry(own, root)
+        self.kept += own
+
+    def _let_go(self, hold: Hold) -> None:
+        self.pinned -= hold.tokens
+        root = hold.root
+        if root is not None:
+            root.holds -= 1
+            if root.holds == 0:
+                self.held_roots -= root.tokens
+
+    def forget_all(self) -> None:
+        """Void everything kept: the weights changed."""
+        while self._entries:
+            self._forget(next(iter(self._entries)))
+        self._roots = {}
+        self._epoch += 1
+
+    def evict(self, tokens: int) -> None:
+        """Free at least `tokens` of kept prefixes, or all: the ends of those longest unused first."""
+        while tokens > 0 and self._entries:
+            conversation, entry = next(iter(self._entries.items()))
+            if entry.tokens > tokens:
+                entry.tokens -= tokens
+                self.kept -= tokens
+                self.evicted_tokens += tokens
+                return
+            tokens -= entry.tokens
+            before = self.root_tokens
+            self.evicted_tokens += entry.tokens
+            self._forget(conversation)
+            tokens -= before - self.root_tokens
+
+    def _make_room(self) -> None:
+        excess = self.used - self.capacity
+        if excess > 0:
+            self.evict(excess)
+
+    def _forget(self, conversation: str) -> None:
+        entry = self._entries.pop(conversation, None)
+        if entry is not None:
+            self.kept -= entry.tokens
+            self._leave(entry.root)
+
+    def _leave(self, root: Root | None) -> None:
+        if root is None:
+            return
+        root.users -= 1
+        if root.users == 0:
+            self.root_tokens -= root.tokens
+            if self._roots.get(root.name) is root:
+                del self._roots[root.name]

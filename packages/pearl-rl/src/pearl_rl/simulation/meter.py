@@ -1,0 +1,71 @@
+"""What a simulated engine measures of itself, as a real one would."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pearl_state.roles import Role
+from pearl_state.samples import DecodeSample, EngineSamples, PrefillSample, TransferSample
+
+_KEPT = 256
+
+
+@dataclass(slots=True, eq=False)
+class EngineMeter:
+    """Cumulative counters, and the newest samples since they were last taken."""
+
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    decode_iterations: int = 0
+    prefill_iterations: int = 0
+    retractions: int = 0
+    prefill_s: float = 0.0
+    """Time in iterations with prefill, seconds."""
+    decode_s: float = 0.0
+    """Time in pure decode iterations, seconds."""
+    transferred_bytes: int = 0
+    _decode: deque[DecodeSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _prefill: deque[PrefillSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _transfer: deque[TransferSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def prefilled(self, tokens: int, seconds: float, requests: int, decoding: int) -> None:
+        """One iteration with prefill; `decoding` sequences got a token in it."""
+        self.prefill_tokens += tokens
+        self.prefill_iterations += 1
+        self.generated_tokens += decoding
+        self.prefill_s += seconds
+        if not decoding:
+            self._prefill.append(PrefillSample(tokens, seconds, requests))
+
+    def decoded(self, sequences: int, iterations: int, seconds: float, tokens: int) -> None:
+        """Pure decode iterations of an unchanged batch."""
+        self.decode_iterations += iterations
+        self.generated_tokens += tokens
+        self.decode_s += seconds
+        self._decode.append(DecodeSample(sequences, iterations, seconds))
+
+    def transferred(self, tokens: int, amount_bytes: int, seconds: float) -> None:
+        """One hand-over that this engine received."""
+        self.transferred_bytes += amount_bytes
+        self._transfer.append(TransferSample(tokens, amount_bytes, seconds))
+
+    def take(self, role: Role, *, running: int, waiting: int, kv_used: int, kv_capacity: int) -> EngineSamples:
+        """The samples since the last call, with the counters."""
+        samples = EngineSamples(
+            role=role,
+            decode=tuple(self._decode),
+            prefill=tuple(self._prefill),
+            transfer=tuple(self._transfer),
+            prefill_tokens=self.prefill_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            decode_iterations=self.decode_iterations,
+            running=running,
+            waiting=waiting,
+            kv_used_tokens=kv_used,
+            kv_capacity_tokens=kv_capacity,
+        )
+        self._decode.clear()
+        self._prefill.clear()
+        self._transfer.clear()
+        return samples

@@ -1,0 +1,91 @@
+"""What a simulated engine is asked to do, and what becomes of it."""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pearl_rl.simulation.kv import Hold
+
+_ANY = 1 << 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedEngineLimits:
+    """Sizes and scheduling of one engine."""
+
+    kv_tokens: int
+    chunk_tokens: int = 8192
+    """Most prompt tokens of one iteration (SGLang's default on GPUs of 80 GB)."""
+    max_running: int = 256
+    reserve_tokens: int = 400
+    """Room kept for the growth of each running sequence when another one is admitted."""
+    mixed: bool = False
+    """Whether running sequences decode along in iterations with prefill."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_tokens", "chunk_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"simulated engine: {name} = {getattr(self, name)} must be at least 1")
+
+
+class Outcome(IntEnum):
+    """What became of a request."""
+
+    RESERVED = 0
+    """Decode role: its context has room now."""
+    CHUNK = 1
+    """Prefill role: a part of its prompt is computed, more follows."""
+    PREFILLED = 2
+    """Its prompt is computed and the first token drawn; on a colocated engine it is decoded from now on."""
+    FINISHED = 3
+    """All its tokens are generated."""
+
+
+class Stage(IntEnum):
+    """Where a request is in an engine."""
+
+    WAITING = 0
+    PREFILL = 1
+    RESERVED = 2
+    """Decode role: has room, its KV is on the way."""
+    RUNNING = 3
+    ENDED = 4
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """One request on one engine."""
+
+    rid: str
+    prompt_tokens: int
+    """Whole context at its start."""
+    new_tokens: int
+    """Tokens to generate."""
+    conversation: str = ""
+    root: str = ""
+    root_tokens: int = 0
+    reusable: int = _ANY
+    """Prompt tokens that may be found in the cache: a template may rewrite what follows."""
+    payload: object = None
+    """Whoever drives the engine may attach what it needs."""
+    stage: Stage = Stage.WAITING
+    hold: Hold | None = None
+    cached_tokens: int = 0
+    """Prompt tokens found in the cache when it was admitted last."""
+    computed: int = 0
+    """Prompt tokens whose KV is there."""
+    generated: int = 0
+    """Tokens generated when it joined the batch; see `Engine.generated`."""
+    joined_at: int = 0
+    """Engine's iteration count when it joined the batch."""
+    submitted_s: float = 0.0
+    prefill_s: float = math.nan
+    """When its prefill began."""
+    token_s: float = math.nan
+    """When its first token came, or when it joined the batch of a decode engine."""
+    retractions: int = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that must be in the cache before it goes on."""
+        return self.prompt_tokens + self.generated
