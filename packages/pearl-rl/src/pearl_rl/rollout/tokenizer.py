@@ -201,16 +201,17 @@ class _ChatTemplate:
         return whole[cut:]
 
 
-def build_word_tokenizer(words: Sequence[str], path: Path, *, split_digits: bool = False) -> TextTokenizer:
+def build_word_tokenizer(words: Sequence[str], path: Path) -> TextTokenizer:
     """Write a word-level tokenizer over `words` into the folder `path`, as transformers' AutoTokenizer loads it.
 
-    Words are what blanks separate; `split_digits` also takes every digit apart. Raises `TokenizerError` for a word
-    that the tokenizer itself would split, or that is one of its special tokens.
+    Words are what blanks separate. Where all ten digits are words and no longer word holds one, numbers are read
+    digit by digit. Raises `TokenizerError` for a word that the tokenizer would split, or that is a special token.
     """
     tokenizers = _tokenizers()
     special = [PAD, UNKNOWN, BEGIN, END, *ROLE_TOKENS.values()]
+    split_digits = set("0123456789") <= set(words) and not any(len(word) > 1 and _has_digit(word) for word in words)
     for word in words:
-        if word in special or word.split() != [word] or (split_digits and len(word) > 1 and _has_digit(word)):
+        if word in special or word.split() != [word]:
             raise TokenizerError(f"word {word!r} cannot be a token of its own; use one word without blanks")
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys([*special, *words]))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=UNKNOWN))
