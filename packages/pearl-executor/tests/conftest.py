@@ -44,6 +44,13 @@ def _config(name: str):
             sliding_window=6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         ),
         "deepseek-mla": lambda: t.DeepseekV3Config(**{**_SIZES, **_MLA}),
+        "phi3-longrope": lambda: t.Phi3Config(
+            **{**_SIZES, "pad_token_id": 0}, original_max_position_embeddings=64,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 64,
+            },
+        ),
         "falcon": lambda: t.FalconConfig(**{k: v for k, v in _SIZES.items() if k != "intermediate_size"}),
         "mamba": lambda: t.MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2),
         "hybrid": lambda: t.Lfm2Config(**_SIZES, layer_types=["full_attention", "conv"]),

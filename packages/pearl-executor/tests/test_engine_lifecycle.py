@@ -227,6 +227,9 @@ def test_limits_below_one_and_contexts_beyond_the_model_are_refused(make_engine)
         EngineLimits(max_running=0, kv_tokens=1, prefill_chunk_tokens=1, max_context_tokens=1)
     with pytest.raises(EngineError, match="256 positions"):
         make_engine(max_context_tokens=257)
+    with pytest.raises(EngineError, match="64 positions"):
+        make_engine(name="phi3-longrope", max_context_tokens=65)
+    assert not make_engine(name="phi3-longrope", max_context_tokens=64).has_work
     with pytest.raises(EngineError, match="training"):
         make_engine("training")
 

@@ -14,6 +14,7 @@ from pearl_executor.engines.torch.pool import KvLayout, KvPool
 from pearl_executor.engines.torch.weights import read_snapshot
 
 _KINDS = ("full_attention", "sliding_attention")
+"""Layer types of transformers' configs whose attention says all about itself in its arguments."""
 
 
 class Model:
@@ -30,7 +31,7 @@ class Model:
         config = self._network.config.get_text_config()
         self.vocabulary: int = self._network.get_input_embeddings().num_embeddings
         """Token ids are below this."""
-        self.max_position: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_position: int | None = _max_position(config)
         """Tokens that positions exist for; None where unknown."""
         self.layout = self._probe()
         self._prove()
@@ -123,6 +124,15 @@ class Model:
                 f"{type(self._network).__name__}: packed logits differ from the network's own by {difference:.2g} of"
                 " their norm; the engine cannot serve this architecture"
             )
+
+
+def _max_position(config: Any) -> int | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this, transformers rotates all requests of a batch by the longest one's rule.
+        return int(rope["original_max_position_embeddings"])
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    return longest
 
 
 def _build(folder: Path, device: torch.device, seed: int) -> Any:
