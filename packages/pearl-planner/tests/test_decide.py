@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pearl_planner.catalog import find_profile
@@ -155,6 +155,22 @@ MODELS = st.sampled_from(["printed", "extended"])
 
 
 @given(WORKLOADS, PLATFORMS, st.integers(2, 60), MODELS, st.sampled_from([0.5, 1.0, 2.0, 8.0]))
+@example(  # No ratio is feasible: one lacks decode KV, the other falls behind in prefill.
+    workload=WorkloadProfile(
+        batch=101, turns=1, new_prompt_tokens=3, response_tokens=1, bubble_ratio=0.0, context_tokens=2000.0
+    ),
+    platform=PlatformProfile(
+        decode_fixed_s=0.0625,
+        decode_per_sequence_s=0.0078125,
+        prefill_per_token_s=9e-4,
+        kv_bytes_per_token=1e5,
+        transfer_bytes_per_s=1e9,
+        kv_capacity_bytes=2e10,
+    ),
+    workers=3,
+    model="printed",
+    limit=0.5,
+)
 def test_bisection_finds_what_brute_force_finds(workload, platform, workers, model, limit):
     everything = DecideSettings(model=model, prefill_load_limit=limit, explain_all_up_to=1000)
     few = replace(everything, explain_all_up_to=0, explain=3)

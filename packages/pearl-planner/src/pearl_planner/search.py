@@ -168,18 +168,13 @@ class CandidateSearch:
         )
 
     def best_disaggregated(self) -> int:
-        """N_P of the best disaggregated candidate, by `rank`; 0 where there is none."""
-        if not self.disaggregation:
-            return 0
-        for low, high in (
-            (self.low, self.high),
-            (self.low, self.workers - 1),
-            (1, self.high),
-            (1, self.workers - 1),
-        ):
-            if low <= high:
-                return self._best_within(low, high)
-        return 0
+        """N_P of the best disaggregated candidate, by `rank`; there must be one."""
+        if self.low <= self.high:
+            return self._best_within(self.low, self.high)
+        # None is feasible: from `low` on only decode KV is short, up to `high` only prefill falls behind.
+        last = self.workers - 1
+        ranges = [(low, high) for low, high in ((self.low, last), (1, self.high)) if low <= high] or [(1, last)]
+        return min((self._best_within(low, high) for low, high in ranges), key=lambda p: rank(self.candidate(p)))
 
     def _outward(self, start: int) -> Iterator[int]:
         """N_P from the best one outwards, always the better of the two neighbours."""
