@@ -46,6 +46,9 @@ class WorkloadProfile:
     """Mean turns over all trajectories of a step; 0 where unknown (then S stands for all)."""
     turn_environment_s: float = 0.0
     """Mean environment time of one turn, seconds."""
+    retained_tokens: float = 0.0
+    """Mean response tokens of a turn that the next turn's context keeps, tokens. A prefill worker, which never saw
+    them, computes them again under disaggregation; 0 where unknown."""
     active_by_turn: tuple[float, ...] = ()
     """Fraction of the batch's trajectories that reach turn 1, 2, …; empty where unknown. First is 1, never rises."""
     origin: Mapping[str, str] = field(default_factory=dict)

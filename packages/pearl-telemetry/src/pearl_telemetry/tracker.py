@@ -15,6 +15,7 @@ _AVERAGED = (
     "context_tokens",
     "environment_s",
     "turn_environment_s",
+    "retained_tokens",
 )
 """Fields of the profile that are moving averages under the same name."""
 
@@ -30,9 +31,10 @@ class _Step:
     retained_tokens: int = 0
     context_tokens: int = 0
     max_context_tokens: int = 0
-    environment_s: float = 0.0
     slowest_s: float = -1.0
-    slowest_turns: int = 0
+    slowest_response_tokens: int = 0
+    pauses: int = 0
+    pause_s: float = 0.0
     slowest_environment_s: float = 0.0
 
 
@@ -59,16 +61,19 @@ class RuntimeTracker:
         total_s = environment_s + sum(s.prefill_s + s.decode_s + s.queue_s for s in samples)
         step.turns_of.append(len(samples))
         step.turns += len(samples)
-        step.environment_s += environment_s
         for sample in samples:
             step.prompt_tokens += sample.new_prompt_tokens
             step.response_tokens += sample.response_tokens
             step.retained_tokens += sample.retained_tokens
             step.context_tokens += sample.context_tokens
+            if not sample.last:
+                # What follows a trajectory's last turn is no pause between turns.
+                step.pauses += 1
+                step.pause_s += sample.environment_s
             step.max_context_tokens = max(step.max_context_tokens, sample.context_tokens + sample.response_tokens)
         if total_s > step.slowest_s:
             step.slowest_s = total_s
-            step.slowest_turns = len(samples)
+            step.slowest_response_tokens = sum(sample.response_tokens for sample in samples)
             step.slowest_environment_s = environment_s
 
     def finish_step(
@@ -87,14 +92,15 @@ class RuntimeTracker:
         self._max_context = max(self._max_context, seen.max_context_tokens)
         turns = seen.turns
         values = {
-            "turns": float(seen.slowest_turns),
+            # What a trajectory generates decides how long its path is, in however many turns.
+            "turns": seen.slowest_response_tokens * turns / seen.response_tokens,
             "mean_turns": turns / len(seen.turns_of),
             "new_prompt_tokens": seen.prompt_tokens / turns,
             "response_tokens": seen.response_tokens / turns,
             "retained_tokens": seen.retained_tokens / turns,
             "context_tokens": seen.context_tokens / turns,
             "environment_s": seen.slowest_environment_s,
-            "turn_environment_s": seen.environment_s / turns,
+            "turn_environment_s": seen.pause_s / seen.pauses if seen.pauses else 0.0,
             "makespan_borrowed_s" if borrowed else "makespan_plain_s": makespan_s,
         }
         if decoding_fraction is not None and 0 < decoding_fraction <= 1:
@@ -107,11 +113,6 @@ class RuntimeTracker:
     def steps(self) -> int:
         """Steps that the profile rests on."""
         return self._ema.count
-
-    @property
-    def retained_tokens(self) -> float:
-        """Mean response tokens of a turn that stay in the next turn's context; 0 before the first step."""
-        return self._ema.get("retained_tokens", 0.0)
 
     def profile(self) -> WorkloadProfile | None:
         """The workload as it looks now; None before the first step that said something."""
@@ -135,6 +136,7 @@ class RuntimeTracker:
             max_context_tokens=float(self._max_context),
             mean_turns=ema["mean_turns"],
             turn_environment_s=ema["turn_environment_s"],
+            retained_tokens=ema["retained_tokens"],
             active_by_turn=ema.fractions,
             origin=measured,
         )
