@@ -23,6 +23,7 @@ def check_parts(settings: Settings) -> None:
     from pearl_executor.availability import read_trace
     from pearl_rl import parts
     from pearl_rl.rollout.environments.suites import make_suite
+    from pearl_rl.rollout.environments.suites import make_suite
 
     availability, environment = settings.availability, settings.environment
     if availability.source == "trace":
@@ -34,6 +35,10 @@ def check_parts(settings: Settings) -> None:
         make_suite(environment.name, environment.args)
     except (ValueError, ImportError) as error:
         raise SettingsError(f"environment.name = {environment.name}: {error}") from None
+    try:
+        make_suite(settings.environment.name, settings.environment.args)
+    except ValueError as error:
+        raise SettingsError(f"environment: {error}") from None
     for build in (
         parts.pace,
         parts.limits,

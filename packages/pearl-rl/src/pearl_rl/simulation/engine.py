@@ -108,6 +108,10 @@ class Engine:
         """All requests in hand."""
         return list(self._in_hand)
 
+    def holds(self, request: EngineRequest) -> bool:
+        """Whether a request is in hand."""
+        return request in self._in_hand
+
     def generated(self, request: EngineRequest) -> int:
         """Tokens that a request has, up to the last call of any method."""
         return self._batch.generated(request)
@@ -165,11 +169,6 @@ class Engine:
             self._leave(request)
         self._stop_iteration()
         return taken
-
-    def release(self, request: EngineRequest, now_s: float) -> list[tuple[Outcome, EngineRequest]]:
-        """Prefill role: the KV of a prefilled request has left; keep its prompt for the next turn."""
-        self._end(request)
-        return self._freed(now_s)
 
     # ---- device state -----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,18 @@ from pearl_state.roles import Role
 from pearl_state.samples import DecodeSample, EngineSamples, PrefillSample, TransferSample
 
 _KEPT = 256
+COUNTERS = (
+    "prefill_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "decode_iterations",
+    "prefill_iterations",
+    "retractions",
+    "prefill_s",
+    "decode_s",
+    "transferred_bytes",
+)
+"""Names of the counters of an `EngineMeter`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +60,11 @@ class EngineMeter:
         """One hand-over that this engine received."""
         self.transferred_bytes += amount_bytes
         self._transfer.append(TransferSample(tokens, amount_bytes, seconds))
+
+    def add(self, other: "EngineMeter") -> None:
+        """Add the counters of a meter that is not used any more."""
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def take(self, role: Role, *, running: int, waiting: int, kv_used: int, kv_capacity: int) -> EngineSamples:
         """The samples since the last call, with the counters."""

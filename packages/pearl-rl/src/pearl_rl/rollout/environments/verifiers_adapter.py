@@ -25,18 +25,15 @@ from pearl_rl.rollout.environments.protocol import (
 )
 from pearl_rl.rollout.environments.task_sources import DatasetTasks
 
-STOPPED_INSIDE = ("ProviderError", "InterceptionError")
-"""Errors of verifiers that only say that the model call failed: the cause is ours and comes from elsewhere."""
-
-
 @dataclass(frozen=True, slots=True)
 class VerifiersArguments:
     """Arguments of the environment `verifiers`."""
 
     taskset: str
     """Id of an installed taskset, as `vf-eval` takes it."""
-    harness: str = ""
-    """Id of the harness that plays it, e.g. `null` for plain chat with tools; empty: the taskset's own."""
+    harness: str = "null"
+    """Id of the harness that plays it. `null` is plain chat with the task's tools, in a local process; any other may
+    carry out what the model writes, so `options` must name the runtime that it runs in (`agent.runtime.type=docker`)."""
     limit: int = 0
     """Tasks to take from the start of the taskset; 0: all of them."""
     options: list[str] = field(default_factory=list)
@@ -128,8 +125,15 @@ class VerifiersSuite:
     def _load(self, arguments: VerifiersArguments) -> Any:
         settings = read_options(self.name, arguments.options)
         settings.setdefault("taskset", {})["id"] = arguments.taskset
-        if arguments.harness:
-            settings.setdefault("agent", {}).setdefault("harness", {})["id"] = arguments.harness
+        agent = settings.setdefault("agent", {})
+        agent.setdefault("harness", {})["id"] = arguments.harness
+        if arguments.harness == "null":
+            agent.setdefault("runtime", {}).setdefault("type", "subprocess")
+        elif "type" not in agent.get("runtime", {}):
+            raise EnvironmentSettingsError(
+                f"verifiers: the harness {arguments.harness!r} may run what the model writes; say where with an option "
+                "agent.runtime.type=docker (or another runtime)"
+            )
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         try:
             return loaders.load_environment(loaders.resolve_env_config(settings))
@@ -142,7 +146,7 @@ def outcome(episode: Any) -> ProgramOutcome:
     """Reward and measures of a finished episode. Raises `EnvironmentFailure` where verifiers could not finish it."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or not episode.traces:
-        said = [f"{error.type}: {error.message}" for error in errors if error.type not in STOPPED_INSIDE]
+        said = [f"{error.type}: {error.message}" for error in errors]
         raise EnvironmentFailure(f"verifiers could not finish the episode: {'; '.join(said) or 'no reason given'}")
     trace = episode.traces[0]
     measures = {key: float(value) for key, value in trace.metrics.items() if value is not None}
