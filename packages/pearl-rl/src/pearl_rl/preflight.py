@@ -22,7 +22,7 @@ def check_parts(settings: Settings) -> None:
     """
     from pearl_executor.availability import read_trace
     from pearl_rl import parts
-    from pearl_rl.rollout.environments.suites import make_suite
+    from pearl_rl.checkpoints import find
     from pearl_rl.rollout.environments.suites import make_suite
 
     availability, environment = settings.availability, settings.environment
@@ -35,10 +35,8 @@ def check_parts(settings: Settings) -> None:
         make_suite(environment.name, environment.args)
     except (ValueError, ImportError) as error:
         raise SettingsError(f"environment.name = {environment.name}: {error}") from None
-    try:
-        make_suite(settings.environment.name, settings.environment.args)
-    except ValueError as error:
-        raise SettingsError(f"environment: {error}") from None
+    if settings.run.resume_from:
+        find(Path(settings.run.resume_from))
     for build in (
         parts.pace,
         parts.limits,
