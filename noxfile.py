@@ -71,7 +71,15 @@ def isolated(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session) -> None:
     """The whole system: control plane in virtual time, and the default job on real processes."""
     sync(session)
-    session.run("pytest", "integration", "-m", "not gpu and not ray", *session.posargs, env=ONE_THREAD)
+    session.run(
+        "pytest",
+        "integration",
+        "--ignore=integration/examples",
+        "-m",
+        "not gpu and not ray and not job",
+        *session.posargs,
+        env=ONE_THREAD,
+    )
 
 
 @nox.session
@@ -79,6 +87,20 @@ def examples(session: nox.Session) -> None:
     """Every example and every command that the documents show."""
     sync(session)
     session.run("pytest", "integration/examples", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def job(session: nox.Session) -> None:
+    """The default job in full: it must learn, and lose nothing."""
+    sync(session)
+    session.run("pytest", "integration/test_default_job.py", "-s", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def effects(session: nox.Session) -> None:
+    """Predicted against measured effects on this machine; about half an hour."""
+    sync(session)
+    session.run("python", "integration/benchmarks/bench_effects.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -1,0 +1,61 @@
+"""Every command that the documents show is run, here or by the check that the table names."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("packages/*/README.md"))]
+
+ELSEWHERE = {
+    "pip install uv": "every checkout begins with it",
+    "pip install uv && uv run pearl-rl train": "nox -s job",
+    "uv run pearl-rl train": "nox -s job",
+    "uv run pearl-rl train job.toml --set train.learning_rate=3e-4 --json": "test_local_job.py runs this form",
+    "uv run nox": "continuous integration",
+    "uv sync --group lint": "nox does it",
+    "uv run python integration/benchmarks/bench_effects.py": "nox -s effects",
+}
+"""Commands that are too long for a test, and what runs them."""
+
+
+def commands(path):
+    """Shell commands in code blocks without a language and in indented blocks."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += [line.strip() for line in text.splitlines() if line.startswith("    ") and not line.startswith("     ")]
+    for line in lines:
+        bare = line.removeprefix("$ ").split(" #")[0].strip()
+        if re.match(r"(uv|pip|python|pearl-rl)\b", bare):
+            yield bare
+
+
+SHOWN = sorted({(path.relative_to(ROOT).as_posix(), command) for path in DOCUMENTS for command in commands(path)})
+
+
+def test_the_documents_show_commands() -> None:
+    assert {"uv run nox", "pip install uv && uv run pearl-rl train"} <= {command for _, command in SHOWN}
+
+
+@pytest.mark.parametrize(("document", "command"), [c for c in SHOWN if c[1] not in ELSEWHERE and " nox" not in c[1]])
+def test_a_command_that_a_document_shows_runs(document, command, tmp_path) -> None:
+    words = shlex.split(command.replace(" [--json]", ""))
+    if words[:2] == ["uv", "run"]:
+        words = words[2:]
+    if words[0] == "pearl-rl":
+        words = [sys.executable, "-m", "pearl_rl", *words[1:]]
+    elif words[0] == "python":
+        words[0] = sys.executable
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    assert done.returncode == 0, f"{document}: {command}\n{done.stderr[-2000:]}"
+    assert done.stdout
+
+
+def test_the_readme_is_short() -> None:
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert len(words) <= 600

@@ -1,0 +1,111 @@
+"""The default job on real processes, shortened: real engines, weights, hand-overs, sandboxes and training."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pearl_rl.run_folder import read_decisions, read_lines
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+BUSY = {
+    # A shortened trace in which GPUs come and go within seconds.
+    "availability.time_scale": 400.0,
+    "cluster.borrowing": "ungated",
+}
+
+
+def command(folder, steps, **overrides):
+    settings = {"run.steps": steps, **BUSY, **overrides}
+    line = [sys.executable, "-m", "pearl_rl", "train", "--json", "--run-dir", str(folder)]
+    for key, value in settings.items():
+        line += ["--set", f"{key}={value}"]
+    return line
+
+
+def run(folder, steps, **overrides):
+    done = subprocess.run(command(folder, steps, **overrides), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def alive(marker):
+    """Processes of this machine whose command line names `marker`."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if marker in line:
+            found.append((pid, line))
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job") / "run"
+    return folder, run(folder, 8, **{"train.checkpoint_every_steps": 4})
+
+
+def test_nothing_is_lost_or_stale_while_gpus_come_and_go(finished) -> None:
+    _, summary = finished
+    assert summary["steps"] == 8
+    assert summary["lost_trajectories"] == 0
+    assert summary["stale_served"] == 0
+    assert summary["trajectories"] == 8 * 64
+    assert summary["borrows"] >= 1
+    assert summary["returns"] >= 1
+    assert summary["reclaims"] >= 1
+
+
+def test_the_run_folder_explains_what_happened(finished) -> None:
+    folder, summary = finished
+    assert len(list(read_lines(folder / "metrics.jsonl"))) == 8
+    assert len(list(read_lines(folder / "trajectories.jsonl"))) >= 8 * 64
+    decisions = read_decisions(folder / "decisions.jsonl")
+    measured = [m for decision in decisions for m in decision["measured"]]
+    assert measured
+    assert all(m["measured_s"] > 0 and m["predicted_s"] > 0 for m in measured)
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+def test_weight_versions_within_a_trajectory_never_go_back_and_stay_within_the_bound(finished) -> None:
+    folder, _ = finished
+    for line in read_lines(folder / "trajectories.jsonl"):
+        versions = [span["version"] for turn in line["turns"] for span in turn["spans"]]
+        assert versions == sorted(versions)
+        assert min(versions) >= line["dispatch_version"]
+
+
+def test_a_run_goes_on_from_its_checkpoint(finished, tmp_path) -> None:
+    folder, _ = finished
+    again = run(tmp_path / "again", 10, **{"run.resume_from": str(folder)})
+    assert again["steps"] == 2
+    first = next(read_lines(tmp_path / "again" / "trajectories.jsonl"))
+    assert first["id"] > max(line["id"] for line in read_lines(folder / "trajectories.jsonl"))
+    assert first["dispatch_version"] > 8
+
+
+def test_an_interrupted_run_stops_in_order_and_leaves_no_process(tmp_path) -> None:
+    folder = tmp_path / "run"
+    process = subprocess.Popen(command(folder, 1000), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").is_file() or not (folder / "metrics.jsonl").stat().st_size:
+        assert time.monotonic() < deadline, "no step within two minutes"
+        assert process.poll() is None
+        process.stdout.readable()
+        time.sleep(0.5)  # noqa: TID251 - another process is waited for
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 5
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["steps"] >= 1
+    assert summary["lost_trajectories"] == 0
+    assert not alive(str(folder))
