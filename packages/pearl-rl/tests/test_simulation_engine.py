@@ -203,7 +203,8 @@ def test_a_prefill_engine_keeps_a_prompt_until_it_was_handed_over() -> None:
     e.submit(first, 0.0)
     e.submit(second, 0.0)
     assert [(o, r.rid) for _, o, r in run_out(e)] == [(Outcome.PREFILLED, "r0")]
-    e.release(first, 1.0)
+    e.abort(first, 1.0)
+    assert e.kv.match("c0", "", 3001, 3001) == 2000, "the next prompt took the rest"
     assert [(o, r.rid) for _, o, r in run_out(e)] == [(Outcome.PREFILLED, "r1")]
 
 

@@ -1,0 +1,125 @@
+"""One simulated rollout process: its engine, driven by the event loop's timers, and its device state."""
+
+import asyncio
+from typing import Protocol
+
+from pearl_executor.ports import WorkerLostError
+from pearl_rl.simulation.engine import Engine
+from pearl_rl.simulation.requests import EngineRequest, Outcome
+from pearl_state.roles import Role
+from pearl_state.worker import Worker
+
+
+class EngineListener(Protocol):
+    """Whose request it is; the `payload` of every request here."""
+
+    def on_outcome(self, process: "SimulatedProcess", request: EngineRequest, outcome: Outcome) -> None:
+        """Something became of the request on `process`."""
+        ...
+
+    def on_interrupted(self, process: "SimulatedProcess", request: EngineRequest) -> None:
+        """The request was taken out with the tokens it has."""
+        ...
+
+    def on_lost(self, error: WorkerLostError) -> None:
+        """The process is gone."""
+        ...
+
+    def on_new_weights(self, process: "SimulatedProcess", request: EngineRequest) -> None:
+        """What was generated so far is of the old weights."""
+        ...
+
+
+class SimulatedProcess:
+    """An engine with a timer. Its clock is the running loop's."""
+
+    def __init__(self, worker: Worker, engine: Engine) -> None:
+        self.worker = worker
+        self.engine = engine
+        self.version: int | None = None
+        self.resident = True
+        self.ready = False
+        self.loading = False
+        self.lost = False
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_s: float | None = None
+        self._idle_waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def role(self) -> Role:
+        """The role that its engine has."""
+        return self.engine.role
+
+    def now_s(self) -> float:
+        """Virtual seconds."""
+        return self._loop.time()
+
+    def handle(self, outcomes: list[tuple[Outcome, EngineRequest]]) -> None:
+        """Tell whoever owns the requests, then follow the engine's next wake-up."""
+        for outcome, request in outcomes:
+            listener: EngineListener = request.payload  # type: ignore[assignment]
+            listener.on_outcome(self, request, outcome)
+        self.follow()
+
+    def follow(self) -> None:
+        """Arm the timer for the engine's next event, and wake whoever waits for it to be idle."""
+        engine = self.engine
+        wake_s = engine.wake_s
+        if wake_s != self._armed_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._armed_s = wake_s
+            self._timer = None if wake_s is None else self._loop.call_at(wake_s, self._tick)
+        if self._idle_waiters and engine.idle:
+            waiters, self._idle_waiters = self._idle_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._armed_s = None
+        self.handle(self.engine.advance())
+
+    def interrupt(self) -> int:
+        """Take every request out; each is told. Returns how many."""
+        taken = self.engine.interrupt(self.now_s())
+        for request in taken:
+            listener: EngineListener = request.payload  # type: ignore[assignment]
+            listener.on_interrupted(self, request)
+        self.follow()
+        return len(taken)
+
+    def cut(self, request: EngineRequest) -> None:
+        """Take one request out, with the tokens it has."""
+        outcomes = self.engine.abort(request, self.now_s())
+        listener: EngineListener = request.payload  # type: ignore[assignment]
+        listener.on_interrupted(self, request)
+        self.handle(outcomes)
+
+    async def idle(self) -> None:
+        """Return once the engine holds no request."""
+        if self.engine.idle:
+            return
+        waiter = self._loop.create_future()
+        self._idle_waiters.append(waiter)
+        await waiter
+
+    def take_weights(self, version: int, pause_s: float) -> None:
+        """The engine has newer weights; what runs goes on with them after a pause."""
+        for request in self.engine.requests():
+            listener: EngineListener = request.payload  # type: ignore[assignment]
+            listener.on_new_weights(self, request)
+        self.engine.weights_changed(self.now_s(), pause_s)
+        self.version = version
+        self.follow()
+
+    def lose(self) -> None:
+        """The process is gone with all that it held."""
+        self.lost = True
+        error = WorkerLostError(f"worker {self.worker.id}.{self.worker.incarnation} is gone", self.worker.id)
+        for request in self.engine.interrupt(self.now_s()):
+            listener: EngineListener = request.payload  # type: ignore[assignment]
+            listener.on_lost(error)
+        self.follow()
