@@ -87,7 +87,8 @@ def test_weight_versions_within_a_trajectory_never_go_back_and_stay_within_the_b
 def test_a_run_goes_on_from_its_checkpoint(finished, tmp_path) -> None:
     folder, _ = finished
     again = run(tmp_path / "again", 10, **{"run.resume_from": str(folder)})
-    assert again["steps"] == 2
+    assert again["steps"] == 10
+    assert len(list(read_lines(tmp_path / "again" / "metrics.jsonl"))) == 2
     first = next(read_lines(tmp_path / "again" / "trajectories.jsonl"))
     assert first["id"] > max(line["id"] for line in read_lines(folder / "trajectories.jsonl"))
     assert first["dispatch_version"] > 8

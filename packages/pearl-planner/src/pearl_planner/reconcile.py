@@ -6,6 +6,7 @@ may come in any order. Each returns the next state and the effects that the shel
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from pearl_planner.elastic import Borrowing, ElasticState, Group, RunningPlan, Step
 from pearl_planner.gate import borrow_gate
@@ -19,6 +20,9 @@ from pearl_state.plan import PlanId, Stage, TransitionPlan
 from pearl_state.roles import ROLLOUT_ROLES, Role, Tenure, Zone
 from pearl_state.table import WorkerTable
 from pearl_state.worker import Worker, WorkerId
+
+NOBODY_S: Final = 1e9
+"""Makespan of a batch that nobody serves: finite, so that it can be recorded."""
 
 
 def rows(state: ElasticState, ids: frozenset[WorkerId] | tuple[WorkerId, ...]) -> tuple[Worker, ...]:
@@ -159,8 +163,7 @@ def lend(state: ElasticState, trigger: str) -> Step:
         return state, ()
     dedicated = len([id_ for id_ in table.active() if table.rows[id_].zone is Zone.DEDICATED])
     full = choose(state, dedicated + len(overlap), current=None)
-    # Without any dedicated worker the batch would never end; a finite stand-in keeps records printable.
-    ded_s = choose(state, dedicated, current=None).predicted_s if dedicated else 1e9
+    ded_s = choose(state, dedicated, current=None).predicted_s if dedicated else NOBODY_S
     verdict = borrow_gate(
         remaining=state.remaining,
         batch=max(state.batch, state.remaining),

@@ -261,9 +261,9 @@ class _Run:
             keep=settings.train.keep_checkpoints,
             last=settings.run.steps,
         )
-        completed = self._resumed.step if self._resumed else 0
+        self._completed = self._resumed.step if self._resumed else 0
         self._pipeline = PipelineScheduler(
-            replace(parts.pipeline_settings(settings), completed_steps=completed),
+            replace(parts.pipeline_settings(settings), completed_steps=self._completed),
             router=self._router,
             agent=TextAgent(suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings)),
             tasks=suite.tasks(settings.run.seed),
@@ -332,7 +332,7 @@ class _Run:
         wall_s = asyncio.get_running_loop().time() - self._began_s
         buffered = self._pipeline.counts
         return TrainSummary(
-            steps=len(rewards),
+            steps=self._completed + len(rewards),
             reward_first10=_mean(rewards[:_FIRST_STEPS]),
             reward_last10=_mean(rewards[-_FIRST_STEPS:]),
             trajectories=buffered.used,

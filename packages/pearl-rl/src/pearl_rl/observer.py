@@ -17,7 +17,7 @@ class StepRecord:
     steps: int
     """How many the run is to make."""
     now_s: float
-    """Seconds since the run began."""
+    """Seconds on the run's clock."""
     reward_mean: float
     """Mean reward of the trajectories that the step trained on."""
     reward_std: float = 0.0

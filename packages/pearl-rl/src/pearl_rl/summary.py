@@ -10,7 +10,7 @@ class TrainSummary:
     """Figures of a whole run. The field names are the keys of the JSON object."""
 
     steps: int
-    """Training steps that were completed."""
+    """Training steps that were completed, those before a resume included."""
     reward_first10: float
     """Mean reward of the first ten steps (of all steps where there are fewer)."""
     reward_last10: float

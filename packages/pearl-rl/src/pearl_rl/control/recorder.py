@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pearl_planner.elastic import ElasticState
-from pearl_planner.reconcile import current_configuration
+from pearl_planner.reconcile import NOBODY_S, current_configuration
 from pearl_rl.control.prediction import StepPrediction
 from pearl_rl.observer import Observer
 from pearl_rl.run_folder import RunFolder
@@ -148,6 +148,8 @@ class Recorder:
 
 def gate_line(gate: Mapping[str, float]) -> str:
     """The verdict of eq. (7) for people."""
+    if gate["dedicated_s"] >= NOBODY_S:
+        return "gate      lend training GPUs: no dedicated worker serves yet"
     verdict, sign = ("lend", ">") if gate["benefit_s"] > gate["toggle_s"] else ("keep", "≤")
     return (
         f"gate      {verdict} training GPUs: {gate['remaining']:.0f}/{gate['batch']:.0f} × "

@@ -350,7 +350,7 @@ class PipelineScheduler:
             StepRecord(
                 step=batch.step,
                 steps=self._settings.steps,
-                now_s=now_s - self._began_s,
+                now_s=now_s,
                 reward_mean=mean,
                 reward_std=math.sqrt(variance),
                 trajectories=len(trajectories),
