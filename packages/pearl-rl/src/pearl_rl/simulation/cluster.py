@@ -1,0 +1,323 @@
+"""A whole cluster in virtual time: the production control plane, composed over simulated ports."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+from pearl_executor.availability import FixedSource, TraceRow, TraceSource, bundled_trace, merge_sources, read_trace
+from pearl_executor.execution import ElasticExecutor
+from pearl_executor.limits import Limits
+from pearl_executor.ports import AvailabilitySource
+from pearl_executor.virtual_time import run_virtual
+from pearl_planner.catalog import CatalogError, GpuSpec, ModelSpec, find_gpu, find_model
+from pearl_planner.elastic import ElasticSettings, ElasticState, initial_state
+from pearl_planner.gate import ToggleCosts
+from pearl_planner.roofline import check_tensor_parallel
+from pearl_planner.switching import SwitchCosts
+from pearl_rl.control.refit import Refit
+from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.errors import ExitCode, SettingsError
+from pearl_rl.rollout.pipeline import PipelineScheduler
+from pearl_rl.rollout.pipeline_settings import PipelineSettings
+from pearl_rl.rollout.router import Router, RouterLimits
+from pearl_rl.rollout.serving import ServingLimits
+from pearl_rl.rollout.training_gate import TrainingGate
+from pearl_rl.simulation.agent import SimulatedAgent
+from pearl_rl.simulation.kernels import WorkerCosts
+from pearl_rl.simulation.links import KvLinks
+from pearl_rl.simulation.meter import COUNTERS
+from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, SimulationResult
+from pearl_rl.simulation.parameters import Parameters, load_parameters
+from pearl_rl.simulation.policies import policy_setup
+from pearl_rl.simulation.prior import platform_prior, workload_prior
+from pearl_rl.simulation.requests import SimulatedEngineLimits
+from pearl_rl.simulation.runtime import Conversation, SimulatedRuntime
+from pearl_rl.simulation.scenario import Scenario
+from pearl_rl.simulation.sources import make_workload
+from pearl_rl.simulation.training import SimulatedTrainer, SimulatedWeights
+from pearl_rl.simulation.watch import Watch
+from pearl_rl.simulation.workload import SimulatedTasks, Workload
+from pearl_state.configuration import Configuration
+from pearl_state.events import WorkerFailed
+from pearl_state.roles import Tenure
+from pearl_state.worker import Worker
+
+_ENDLESS = 10**7
+_EMA_WEIGHT = 0.3
+
+
+def simulate(scenario: Scenario, parameters: Parameters | None = None) -> SimulationResult:
+    """Run a scenario to its end in virtual time.
+
+    Raises `SettingsError` for a scenario that cannot run, `SimulationDeadlockError` where the control plane hangs.
+    """
+    cluster = SimulatedCluster(scenario, parameters)
+
+    async def main() -> SimulationResult:
+        return await cluster.run()
+
+    return run_virtual(main())
+
+
+class SimulatedCluster:
+    """One scenario's parts. Built outside the loop, run inside it, once."""
+
+    def __init__(self, scenario: Scenario, parameters: Parameters | None = None) -> None:
+        self.scenario = scenario
+        self.parameters = parameters or load_parameters(scenario.parameters, scenario.model)
+        try:
+            self.model: ModelSpec = find_model(scenario.model)
+            self.gpu: GpuSpec = find_gpu(scenario.gpu)
+            check_tensor_parallel(self.model, scenario.tp)
+        except CatalogError as error:
+            raise SettingsError(str(error)) from None
+        self.costs = WorkerCosts(self.model, self.gpu, scenario.tp, self.parameters.overheads)
+        self.kv_bytes = kv_bytes_per_token(self.model, scenario.tp)
+        self.limits = engine_limits(scenario, self.parameters, self.model, self.gpu)
+        self.workload: Workload = make_workload(scenario, self.parameters)
+        self.trace = _trace(scenario)
+        times = self.parameters.times
+        self.switch_costs = SwitchCosts(
+            flip_s=times.flip_s, relaunch_s=times.relaunch_s, new_worker_s=times.first_load_s, weight=_EMA_WEIGHT
+        )
+        self.setup = policy_setup(scenario, self.switch_costs, self.trace)
+        if self.setup.reserved_gpus + self.setup.preemptible_gpus < scenario.tp:
+            raise SettingsError(
+                f"{scenario.name}: {self.setup.reserved_gpus} reserved and {self.setup.preemptible_gpus} preemptible "
+                f"rollout GPUs hold no worker of tp = {scenario.tp}",
+                ExitCode.INFEASIBLE,
+            )
+
+    async def run(self) -> SimulationResult:
+        """Compose the control plane, run it until the scenario is over, and say what it came to."""
+        loop = asyncio.get_running_loop()
+        scenario, parameters = self.scenario, self.parameters
+        conversations: dict[str, Conversation] = {}
+        links = parameters.links
+        runtime = SimulatedRuntime(
+            costs=self.costs,
+            limits=self.limits,
+            times=parameters.times,
+            links=KvLinks(links.bytes_per_s_per_gpu * scenario.tp, links.latency_s),
+            kv_bytes_per_token=self.kv_bytes,
+            gpu_bytes=int(self.gpu.hbm_bytes),
+            conversations=conversations,
+        )
+        trainer = SimulatedTrainer(parameters.training, parameters.times, scenario.cluster.training_gpus)
+        weights = SimulatedWeights()
+        gate = TrainingGate()
+        source = self._availability()
+
+        def on_fault(worker: Worker, cause: str) -> None:
+            scheduler.post(
+                WorkerFailed(now_s=loop.time(), worker=worker.id, incarnation=worker.incarnation, cause=cause)
+            )
+
+        router = Router(
+            runtime,
+            RouterLimits(
+                serving=ServingLimits(affinity_slack=2.0, affinity_slack_ratio=0.25),
+                no_worker_s=86_400.0,
+                stall_s=7200.0,
+            ),
+            on_fault=on_fault,
+        )
+        watch = Watch(predicted_makespan_s, loop.time)
+        state = self._initial_state()
+        scheduler = ElasticScheduler(
+            state,
+            executor=ElasticExecutor(runtime, trainer, weights, Limits()),
+            routing=router,
+            training=gate,
+            returned=source.returned,
+            on_step=watch.on_control,
+        )
+        refit = Refit(
+            workers=runtime,
+            table=lambda: scheduler.state.table,
+            post=scheduler.post,
+            prior=state.platform,
+            weight=_EMA_WEIGHT,
+        )
+
+        async def publish(snapshot: object) -> None:
+            await asyncio.sleep(parameters.training.publish_s)
+            weights.publish(snapshot)  # type: ignore[arg-type]
+
+        pipeline = PipelineScheduler(
+            self._pipeline_settings(),
+            router=router,
+            agent=SimulatedAgent(self.workload, conversations),
+            tasks=SimulatedTasks(),
+            trainer=trainer,
+            publish=publish,
+            gate=gate,
+            post=scheduler.post,
+            tracker=refit,
+            observer=watch,
+            predicted_s=watch.predicted_step_s,
+        )
+
+        async def follow() -> None:
+            async for event in source.events():
+                scheduler.post(event)
+
+        control = [
+            asyncio.create_task(scheduler.run(), name="elastic scheduler"),
+            asyncio.create_task(follow(), name="availability"),
+            asyncio.create_task(refit.run(), name="refit"),
+        ]
+        work = asyncio.create_task(pipeline.run(), name="pipeline")
+        try:
+            await asyncio.wait({work, control[0]}, return_when=asyncio.FIRST_COMPLETED)
+            if control[0].done():
+                control[0].result()
+            outcome = await work
+        finally:
+            for task in (work, *control[1:]):
+                task.cancel()
+            scheduler.stop()
+            await asyncio.gather(work, *control, return_exceptions=True)
+            await router.aclose()
+        statistics = router.statistics
+        totals = dict.fromkeys(COUNTERS, 0.0)
+        for meter in runtime.meters():
+            for name in COUNTERS:
+                totals[name] += getattr(meter, name)
+        return SimulationResult(
+            scenario=scenario.name,
+            policy=scenario.policy.name,
+            seed=scenario.run.seed,
+            model=self.model.name,
+            steps=tuple(watch.steps),
+            elapsed_s=loop.time(),
+            counts=SimulationCounts(
+                expansions=watch.expansions,
+                reclaims=watch.reclaims,
+                borrows=watch.borrows,
+                returns=watch.returns,
+                mode_switches=watch.mode_switches,
+                ratio_switches=watch.ratio_switches,
+                turns=statistics.calls,
+                interruptions=statistics.interrupted,
+                failed_calls=statistics.failed_attempts + statistics.lost + statistics.given_up,
+                lost_trajectories=outcome.counts.lost,
+                stale_served=statistics.stale_served,
+                rejected_stale=outcome.counts.rejected,
+            ),
+            engines=EngineTotals(**totals),  # type: ignore[arg-type]
+            timeline=tuple(watch.timeline),
+            decisions=tuple(watch.decisions),
+            rollout_gpu_s=watch.gpu_s,
+            training_busy_s=trainer.busy_s,
+            origin=parameters.origin,
+        )
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _initial_state(self) -> ElasticState:
+        scenario, times = self.scenario, self.parameters.times
+        workload = workload_prior(self.workload, scenario.rollout.batch, scenario.rollout.group_size)
+        platform = platform_prior(self, workload)
+        state = initial_state(
+            settings=ElasticSettings(
+                policy=self.setup.policy,
+                gpus_per_worker=scenario.tp,
+                borrowing=self.setup.borrowing,
+                return_s=60.0,
+            ),
+            workload=workload,
+            platform=platform,
+            training_gpus=scenario.cluster.training_gpus,
+            toggle_costs=ToggleCosts(
+                prior_activation_s=times.activation_s, prior_deactivation_s=times.deactivation_s, weight=_EMA_WEIGHT
+            ),
+        )
+        # A segment is a window of a longer run: its profile is known from the steps before.
+        return replace(state, calibrated=True)
+
+    def _availability(self) -> AvailabilitySource:
+        scenario, setup = self.scenario, self.setup
+        first = scenario.cluster.training_gpus
+        sources: list[AvailabilitySource] = []
+        if setup.reserved_gpus:
+            sources.append(FixedSource(range(first, first + setup.reserved_gpus)))
+        preemptible = range(first + setup.reserved_gpus, first + setup.reserved_gpus + setup.preemptible_gpus)
+        if setup.preemptible_gpus and scenario.availability.trace == "none":
+            sources.append(FixedSource(preemptible, tenure=Tenure.PREEMPTIBLE))
+        elif setup.preemptible_gpus:
+            sources.append(
+                TraceSource(
+                    [(row.t_s, row.count) for row in self.trace],
+                    gpus=preemptible,
+                    time_scale=scenario.availability.time_scale,
+                    notice_s=scenario.availability.notice_s,
+                    seed=scenario.run.seed,
+                )
+            )
+        return merge_sources(*sources)
+
+    def _pipeline_settings(self) -> PipelineSettings:
+        rollout, run = self.scenario.rollout, self.scenario.run
+        return PipelineSettings(
+            steps=run.steps or _ENDLESS,
+            groups_per_step=rollout.batch // rollout.group_size,
+            group_size=rollout.group_size,
+            max_staleness=rollout.max_staleness,
+            seed=run.seed,
+            wall_limit_s=math.inf if run.steps else run.duration_s,
+            batch_s=30 * 86_400.0,
+            grant_s=3600.0,
+            update_s=30 * 86_400.0,
+        )
+
+
+def predicted_makespan_s(state: ElasticState, configuration: Configuration) -> float | None:
+    """What the planner expects of a whole batch under `configuration`."""
+    decision = state.settings.policy.decide(
+        workload=state.workload,
+        platform=state.platform,
+        budget_workers=configuration.workers,
+        pinned=configuration,
+    )
+    return decision.predicted_s if math.isfinite(decision.predicted_s) else None
+
+
+def kv_bytes_per_token(model: ModelSpec, tp: int) -> float:
+    """KV bytes of one token over all ranks of a worker; heads are held twice where there are fewer than ranks."""
+    if model.shared_latent_kv:
+        return model.kv_bytes_per_token * tp
+    return model.kv_bytes_per_token * max(1.0, tp / model.kv_heads)
+
+
+def engine_limits(scenario: Scenario, parameters: Parameters, model: ModelSpec, gpu: GpuSpec) -> SimulatedEngineLimits:
+    """Sizes of one worker's engine. Raises `SettingsError` where the weights, or one trajectory, do not fit."""
+    engine = parameters.engine
+    room = scenario.tp * (gpu.hbm_bytes * engine.memory_fraction - engine.reserve_bytes) - model.weight_bytes
+    tokens = int(room / kv_bytes_per_token(model, scenario.tp))
+    wanted = scenario.workload.max_context_tokens
+    if tokens < wanted:
+        raise SettingsError(
+            f"{scenario.name}: {model.name} on {scenario.tp} x {gpu.name} leaves room for {max(0, tokens)} tokens of "
+            f"KV, a trajectory may have {wanted}; use more GPUs a worker",
+            ExitCode.INFEASIBLE,
+        )
+    return SimulatedEngineLimits(
+        kv_tokens=tokens,
+        chunk_tokens=engine.chunk_tokens,
+        max_running=engine.max_running,
+        reserve_tokens=engine.reserve_tokens,
+        mixed=engine.mixed,
+    )
+
+
+def _trace(scenario: Scenario) -> tuple[TraceRow, ...]:
+    """The steps of preemptible GPUs; empty for a fixed pool."""
+    availability = scenario.availability
+    if availability.trace == "none" or not scenario.cluster.max_preemptible_gpus:
+        return ()
+    path = availability.trace or bundled_trace()
+    try:
+        return read_trace(path, availability.segment or None)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None

@@ -1,0 +1,90 @@
+"""The policies that a simulation compares, as settings of the one control plane."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pearl_executor.availability import TraceRow
+from pearl_planner.decide import DecideSettings
+from pearl_planner.elastic import Borrowing
+from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed, pearl, static_pd
+from pearl_planner.switching import SwitchCosts
+from pearl_rl.simulation.scenario import Scenario
+from pearl_state.configuration import Configuration
+from pearl_state.roles import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySetup:
+    """A policy with the borrowing it goes with and the pools it sees."""
+
+    policy: Policy
+    borrowing: Borrowing
+    reserved_gpus: int
+    preemptible_gpus: int
+
+
+def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRow]) -> PolicySetup:
+    """What `scenario.policy` stands for.
+
+    - `roll`: the reserved GPUs, colocated. `roll-large`: the same with a larger fixed pool.
+    - `rlboost`: reserved and preemptible GPUs, colocated. `bidirl`: reserved GPUs and gated borrowing, colocated.
+    - `static-pd`: reserved and preemptible GPUs at one P:D ratio.
+    - `pearl`; `pearl-disaggregated`: its disaggregation alone (Figure 7's A), `pearl-ungated`: with ungated borrowing
+      (A + B); both never colocate, as in the paper's ablation. `pearl-no-borrowing`, `pearl-colocated`: less one part.
+    """
+    name, cluster = scenario.policy.name, scenario.cluster
+    policy, borrowing = _policy(scenario, costs)
+    if scenario.policy.borrowing:
+        borrowing = Borrowing(scenario.policy.borrowing)
+        policy = replace(policy, borrows=borrowing is not Borrowing.OFF)
+    reserved, preemptible = cluster.reserved_rollout_gpus, cluster.max_preemptible_gpus
+    if name == "roll-large":
+        reserved, preemptible = _large(scenario, trace), 0
+    elif not policy.expands:
+        preemptible = 0
+    return PolicySetup(policy, borrowing, reserved, preemptible)
+
+
+def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[ModelPolicy, Borrowing]:
+    choice = scenario.policy
+    settings = DecideSettings(model=choice.model)
+    if choice.ratio_threshold is not None:
+        settings = replace(settings, ratio_threshold=choice.ratio_threshold)
+    if choice.mode_threshold is not None:
+        settings = replace(settings, mode_threshold=choice.mode_threshold)
+    if choice.name in ("roll", "roll-large"):
+        return fixed(), Borrowing.OFF
+    if choice.name == "rlboost":
+        return replace(colocated_elastic(), name="rlboost"), Borrowing.OFF
+    if choice.name == "static-pd":
+        return static_pd(Configuration.parse(choice.configuration)), Borrowing.OFF
+    borrowing, modes, expands = _PARTS[choice.name]
+    whole = replace(pearl(settings, costs), name=choice.name, modes=modes, expands=expands)
+    return replace(whole, borrows=borrowing is not Borrowing.OFF), borrowing
+
+
+_COLOCATION, _DISAGGREGATION = frozenset({Mode.COLOCATION}), frozenset({Mode.DISAGGREGATION})
+_PARTS: Mapping[str, tuple[Borrowing, frozenset[Mode], bool]] = {
+    "pearl": (Borrowing.GATED, frozenset(Mode), True),
+    "pearl-disaggregated": (Borrowing.OFF, _DISAGGREGATION, True),
+    "pearl-ungated": (Borrowing.UNGATED, _DISAGGREGATION, True),
+    "pearl-gated": (Borrowing.GATED, _DISAGGREGATION, True),
+    "pearl-no-borrowing": (Borrowing.OFF, frozenset(Mode), True),
+    "pearl-colocated": (Borrowing.GATED, _COLOCATION, True),
+    "bidirl": (Borrowing.GATED, _COLOCATION, False),
+}
+"""Policies that ask the PD Decision Engine: borrowing, modes, and whether they take preemptible GPUs."""
+
+
+def _large(scenario: Scenario, trace: Sequence[TraceRow]) -> int:
+    """The pool of `roll-large`: as set, or the trace's mean with the reserved ones, rounded up to whole workers."""
+    cluster, tp = scenario.cluster, scenario.tp
+    if cluster.large_rollout_gpus:
+        return cluster.large_rollout_gpus
+    end_s = max(scenario.run.duration_s, trace[-1].t_s if trace else 0.0)
+    mean = 0.0
+    for row, following in zip(trace, [*trace[1:], None], strict=True):
+        until_s = end_s if following is None else following.t_s
+        mean += row.count * (until_s - row.t_s) / end_s
+    return math.ceil((cluster.reserved_rollout_gpus + mean) / tp - 1e-9) * tp

@@ -1,0 +1,120 @@
+"""Where a scenario's trajectories come from: a turn model, a run that was recorded, or a trace of sessions."""
+
+import csv
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pearl_rl.errors import SettingsError
+from pearl_rl.run_folder import read_lines
+from pearl_rl.simulation.parameters import Parameters
+from pearl_rl.simulation.scenario import Scenario
+from pearl_rl.simulation.turn_model import BUNDLED, TurnModel, bundled_turn_model, turn_model_from_json
+from pearl_rl.simulation.workload import ModelWorkload, Script, ScriptedWorkload, Workload, WorkloadOptions, fitted
+
+LONGEST_GAP_S = 60.0
+"""Gaps of a session trace count as tool time up to here; beyond, somebody was waited for."""
+_SCALES = (
+    "turns_scale",
+    "first_prompt_scale",
+    "prompt_scale",
+    "response_scale",
+    "tool_scale",
+    "stable_fraction",
+    "reset_s",
+)
+
+
+def make_workload(scenario: Scenario, parameters: Parameters) -> Workload:
+    """The workload of a scenario. Raises `SettingsError`."""
+    section = scenario.workload
+    replayed = bool(section.replay)
+    # The parameter set describes the paper's task; other models and recordings are taken as they are.
+    scales: dict[str, Any] = dict(parameters.workload) if section.model == "swe" and not replayed else {}
+    scales.update({name: getattr(section, name) for name in _SCALES if getattr(section, name) is not None})
+    options = replace(
+        WorkloadOptions(max_context_tokens=section.max_context_tokens, max_turns=section.max_turns), **scales
+    )
+    if replayed:
+        scripts = list(_recorded(Path(section.replay), options))
+        if not scripts:
+            raise SettingsError(f"workload.replay = {section.replay}: holds no trajectory")
+        return ScriptedWorkload(scripts, stable_fraction=options.stable_fraction)
+    return ModelWorkload(_turn_model(section.model), options, scenario.run.seed)
+
+
+def _turn_model(name: str) -> TurnModel:
+    if name in BUNDLED:
+        return bundled_turn_model(name)
+    if not name.endswith(".json"):
+        raise SettingsError(f"workload.model = {name}: no such turn model; use {', '.join(BUNDLED)} or a JSON file")
+    try:
+        return turn_model_from_json(json.loads(Path(name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SettingsError(f"workload.model = {name}: is no turn model ({error})") from None
+
+
+def _recorded(path: Path, options: WorkloadOptions) -> Iterator[Script]:
+    if path.is_dir():
+        return run_scripts(path, options)
+    if path.name.endswith((".csv", ".csv.gz")):
+        return session_scripts(path, options)
+    raise SettingsError(f"workload.replay = {path}: give a run folder, or a CSV of sessions")
+
+
+def run_scripts(folder: Path, options: WorkloadOptions) -> Iterator[Script]:
+    """The trajectories of a recorded run, in the order in which they were dispatched."""
+    lines = sorted(read_lines(folder / "trajectories.jsonl"), key=lambda line: str(line["id"]))
+    if not lines:
+        raise SettingsError(f"workload.replay = {folder}: has no trajectories.jsonl with trajectories")
+    for line in lines:
+        turns = [
+            (_count(turn["prompt"]), _count(turn["response"]), float(turn["environment_s"]) * options.tool_scale)
+            for turn in line["turns"]
+        ]
+        yield fitted(turns, options, root=f"group {line['group']}", reward=float(line["reward"]))
+
+
+def _count(tokens: Any) -> int:
+    return tokens if isinstance(tokens, int) else len(tokens)
+
+
+def session_scripts(path: Path, options: WorkloadOptions) -> Iterator[Script]:
+    """The sessions of a WEKA trace, whole and in order; a context that shrinks adds one token."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise SettingsError(f"workload.replay = {path}: cannot be read ({error.strerror})") from None
+    try:
+        for session in _sessions(rows):
+            yield fitted(list(session_turns(session, options.tool_scale)), options)
+    except (KeyError, ValueError) as error:
+        raise SettingsError(f"workload.replay = {path}: is no trace of sessions ({error})") from None
+
+
+def _sessions(rows: Iterable[Mapping[str, str]]) -> Iterator[list[Mapping[str, str]]]:
+    session: list[Mapping[str, str]] = []
+    for row in rows:
+        if session and row["trace"] != session[-1]["trace"]:
+            yield session
+            session = []
+        session.append(row)
+    if session:
+        yield session
+
+
+def session_turns(session: list[Mapping[str, str]], tool_scale: float = 1.0) -> Iterator[tuple[int, int, float]]:
+    """(new prompt tokens, generated tokens, tool time) of each request of a session."""
+    held = 0
+    for row, following in zip(session, [*session[1:], None], strict=True):
+        new = int(row["in_tokens"]) - held
+        held = int(row["in_tokens"]) + int(row["out_tokens"])
+        tool_s = 0.0
+        if following is not None and following["kind"] == "t" and following["gap_s"]:
+            tool_s = min(LONGEST_GAP_S, float(following["gap_s"]))
+        yield max(1, new), max(1, int(row["out_tokens"])), tool_s * tool_scale
