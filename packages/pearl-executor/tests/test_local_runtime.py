@@ -418,6 +418,23 @@ def test_calls_survive_any_worker_dying_at_any_time():
 # ---- drain ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_hand_over_that_is_called_off_during_its_prefill_does_not_keep_the_prefill_worker_busy():
+    async def main():
+        p, d = worker(0, Role.PREFILL), worker(1, Role.DECODE)
+        # One paced prefill iteration of 0.6 s, in the middle of which the decode worker goes.
+        async with runtime(p, d, pace=Pace(prefill_per_token_s=0.2)) as local:
+            call = asyncio.create_task(local.generate_pair(p, d, request(tokens=50), Chunks()))
+            await asyncio.sleep(0.2)
+            await local.kill(d)
+            with pytest.raises(WorkerLostError):
+                await call
+            async with asyncio.timeout(5):
+                await local.wait_idle(p)
+            await local.switch_role(p, Role.COLOCATED)
+
+    run(main())
+
+
 def test_interrupting_a_decode_worker_also_ends_calls_that_are_still_in_prefill():
     async def main():
         prefill, decode = worker(1, Role.PREFILL), worker(2, Role.DECODE)

@@ -59,6 +59,8 @@ class Host:
         self._inbox: deque[Frame] = deque()
         self._calls: dict[str, int] = {}
         """The parent's call of each request in the engine."""
+        self._unwanted: set[str] = set()
+        """Requests in the engine whose hand-over was called off before it was exported."""
         self._transfer_s: dict[str, float] = {}
         self._idle_calls: list[int] = []
         self._busy_until_s = 0.0
@@ -141,9 +143,13 @@ class Host:
         if output.chunks:
             self._channel.send(*chunks_to_wire(output.chunks))
         for rid, blob in output.exported.items():
-            self._rooms.offer(rid, blob)
+            if rid in self._unwanted:
+                self._unwanted.discard(rid)
+            else:
+                self._rooms.offer(rid, blob)
             self._channel.send({"re": self._calls.pop(rid), "exported": blob.nbytes})
         for rid, result in output.finished.items():
+            self._unwanted.discard(rid)
             head = result_to_wire(result, self._transfer_s.pop(rid, 0.0))
             self._channel.send({"re": self._calls.pop(rid), **head})
 
@@ -173,9 +179,15 @@ class Host:
         if op == "ping":
             channel.send({"op": "pong"})
         elif op == "drop":
-            self._rooms.drop(frame.head["room"])
+            self._drop(frame.head["room"])
         else:
             self._inbox.append(frame)
+
+    def _drop(self, room: str) -> None:
+        """Nobody will claim this hand-over any more, also where its prefill is still under way."""
+        if room in self._calls:
+            self._unwanted.add(room)
+        self._rooms.drop(room)
 
     def _serve(self, frame: Frame) -> None:
         call = frame.head["call"]
