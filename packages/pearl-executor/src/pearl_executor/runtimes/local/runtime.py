@@ -187,10 +187,10 @@ class LocalRuntime:
         source, target = self._fleet.member(prefill), self._fleet.member(decode)
         head, body = request_to_wire(request)
         with self._calls.entry(request.rid, on_chunk, prefill.id, decode.id) as call:
-            answer = await self._run(call, source, "prefill", head, body, watched=target)
-            if "finish" in answer:
-                return call.result(answer)
             try:
+                answer = await self._run(call, source, "prefill", head, body, watched=target)
+                if "finish" in answer:
+                    return call.result(answer)
                 if call.interrupted:
                     return call.result(_ended(answer))
                 call.decoding = True
@@ -201,6 +201,7 @@ class LocalRuntime:
                     raise self._fleet.lost(source) from error
                 raise
             finally:
+                # However the call ended, also in the middle of its prefill: nobody will claim its KV any more.
                 self._fleet.tell(source, {"op": "drop", "room": request.rid})
 
     async def abort(self, worker: Worker, rid: str) -> None:
