@@ -1,8 +1,8 @@
 """A loopback chat endpoint in the OpenAI wire format that asks *us* for every completion.
 
 Programs that drive a model themselves (agent harnesses, `verifiers`) are turned inside out with it: their model call
-becomes an observation, our action becomes its answer. HTTP/1.1 over asyncio streams; one request a connection at a
-time; JSON answers only.
+becomes an observation, our action becomes its answer. HTTP/1.1 over asyncio streams, one request a connection at a
+time. A request for a stream gets its whole answer as one event.
 """
 
 import asyncio
@@ -97,17 +97,24 @@ class ChatEndpoint:
         if not 0 <= length <= LARGEST_BODY_BYTES:
             raise ValueError("body too large")
         body = await reader.readexactly(length)
+        kind = "application/json"
         try:
-            status, answer = 200, await self._complete(method, target, headers.get(self._session_header, ""), body)
+            request = self._request(method, target, body)
+            answer = completion(
+                request, await self._answer(ChatRequest(headers.get(self._session_header, ""), request))
+            )
+            status, payload = 200, json.dumps(answer).encode()
+            if request.get("stream"):
+                kind, payload = "text/event-stream", events(answer)
         except ChatRefusal as refusal:
-            status, answer = refusal.status, {"error": {"message": str(refusal), "type": "invalid_request_error"}}
-        payload = json.dumps(answer).encode()
-        lines = (f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}", "content-type: application/json")
+            error = {"error": {"message": str(refusal), "type": "invalid_request_error"}}
+            status, payload = refusal.status, json.dumps(error).encode()
+        lines = (f"HTTP/1.1 {status} {'OK' if status == 200 else 'Error'}", f"content-type: {kind}")
         writer.write("\r\n".join([*lines, f"content-length: {len(payload)}", "", ""]).encode() + payload)
         await writer.drain()
         return headers.get("connection", "").lower() != "close"
 
-    async def _complete(self, method: str, target: str, session: str, body: bytes) -> dict[str, Any]:
+    def _request(self, method: str, target: str, body: bytes) -> dict[str, Any]:
         path = f"/{self._key}/v1/chat/completions"
         if method != "POST" or not hmac.compare_digest(target.encode(), path.encode()):
             raise ChatRefusal(404, "only POST {base_url}/chat/completions is served")
@@ -117,15 +124,34 @@ class ChatEndpoint:
             raise ChatRefusal(400, "the body is not JSON") from None
         if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
             raise ChatRefusal(400, "the body has no list of messages")
-        if request.get("stream"):
-            raise ChatRefusal(400, "streaming is not supported")
-        message = await self._answer(ChatRequest(session, request))
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        return {
-            "id": "chatcmpl-pearl",
-            "object": "chat.completion",
-            "created": 0,
-            "model": str(request.get("model", "")),
-            "choices": [{"index": 0, "message": dict(message), "finish_reason": reason, "logprobs": None}],
-            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-        }
+        return request
+
+
+def completion(request: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat completion that answers `request` with `message`."""
+    reason = "tool_calls" if message.get("tool_calls") else "stop"
+    return {
+        "id": "chatcmpl-pearl",
+        "object": "chat.completion",
+        "created": 0,
+        "model": str(request.get("model", "")),
+        "choices": [{"index": 0, "message": dict(message), "finish_reason": reason, "logprobs": None}],
+        # Tokens are counted where they are generated, not here.
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
+
+
+def events(answer: Mapping[str, Any]) -> bytes:
+    """A chat completion as a stream of server-sent events: the whole message in one, then its end."""
+    choice = answer["choices"][0]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks = (
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        {**head, "choices": [], "usage": answer["usage"]},
+    )
+    lines = [*(json.dumps(chunk) for chunk in chunks), "[DONE]"]
+    return "".join(f"data: {line}\n\n" for line in lines).encode()

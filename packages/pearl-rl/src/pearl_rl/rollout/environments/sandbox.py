@@ -8,6 +8,7 @@ native code.
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ from typing import Any
 
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, EnvironmentSettingsError
 from pearl_rl.rollout.environments.tool_runner import ToolFault, ToolReply
+
+_END_S = 0.5
+"""Time between the end of a process's output and its end."""
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 
@@ -28,7 +32,7 @@ class SandboxLimits:
     call_s: float = 10.0
     """Longest run beyond its own latency, seconds of wall time."""
     cpu_s: int = 2
-    """CPU time of one call, whole seconds."""
+    """CPU time of one call, seconds; the kernel counts to half a second here."""
     memory_bytes: int = 256 * 2**20
     """Address space of a process."""
     output_bytes: int = 16 * 2**10
@@ -54,6 +58,7 @@ class _Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._calls = 0
+        self._ended = False
 
     @property
     def pid(self) -> int:
@@ -61,7 +66,8 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None
+        # The loop learns of a killed process a little later than whoever killed it.
+        return not self._ended and self._process.returncode is None
 
     async def line(self) -> bytes:
         """The next line it writes. Raises `_ProcessEnded` at the end, or where a line is too long."""
@@ -90,17 +96,37 @@ class _Process:
 
     def kill(self) -> None:
         """End it now; no effect where it is gone."""
-        if self.alive:
+        self._ended = True
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def wait_gone(self) -> None:
-        """Return once it is gone and its pipes are closed. Only after `kill` or its own end."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-            with contextlib.suppress(ConnectionError):
-                await self._process.stdin.wait_closed()
-        await self._process.wait()
+    async def exit_code(self) -> int | None:
+        """How it ended, where it closes its output by ending; it is killed where it goes on. None if not known yet."""
+        self._ended = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+        self.kill()
+        return self._process.returncode
+
+    async def wait_gone(self, limit_s: float) -> None:
+        """Return once it is gone and its pipes are closed. Only after `kill` or its own end. Raises
+        `EnvironmentFailure` where the kernel does not end it within `limit_s`.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(limit_s):
+                with contextlib.suppress(ConnectionError):
+                    await self._process.stdin.wait_closed()
+                # asyncio counts a process as ended once its output was read to the end.
+                while await self._process.stdout.read(65536):
+                    pass
+                await self._process.wait()
+        except TimeoutError:
+            raise EnvironmentFailure(f"sandbox process {self.pid} did not end within {limit_s:g} s") from None
 
 
 @dataclass(slots=True)
@@ -114,7 +140,7 @@ class SandboxPool:
     """A `ToolRunner` over `processes` sandbox processes. A process serves one call at a time, its latency included.
 
     A process that dies, times out, or whose call is cancelled is killed; its slot starts a new one on next use. A call
-    whose process was lost is tried once more on another, since tools keep no state between calls.
+    whose process was lost is tried once more on a new one, since tools keep no state between calls.
     """
 
     def __init__(self, tools: Mapping[str, Path], processes: int = 16, limits: SandboxLimits | None = None) -> None:
@@ -163,7 +189,7 @@ class SandboxPool:
             raise KeyError(f"no tool {tool!r} in this sandbox; it has {', '.join(sorted(self._tools))}")
         request = {"tool": tool, "argument": dict(argument), "latency_s": latency_s}
         reply = await self._attempt(request)
-        return await self._attempt(request) if reply.fault is ToolFault.LOST else reply
+        return await self._attempt(request, fresh=True) if reply.fault is ToolFault.LOST else reply
 
     async def close(self) -> None:
         """Kill every process and remove the folder they ran in."""
@@ -171,16 +197,18 @@ class SandboxPool:
         living = [slot.process for slot in self._slots if slot.process is not None]
         for process in living:
             process.kill()
-        await asyncio.gather(*(process.wait_gone() for process in living))
+        await asyncio.gather(*(process.wait_gone(self._limits.start_s) for process in living))
         for slot in self._slots:
             slot.process = None
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
-    async def _attempt(self, request: dict[str, Any]) -> ToolReply:
+    async def _attempt(self, request: dict[str, Any], *, fresh: bool = False) -> ToolReply:
         slot = await self._acquire()
         process: _Process | None = None
+        if fresh:
+            _kill(slot.process)
         try:
             process = await self._ready(slot)
             async with asyncio.timeout(self._limits.call_s + request["latency_s"]):
@@ -189,7 +217,9 @@ class SandboxPool:
             _kill(process)
             return ToolReply(fault=ToolFault.TIMEOUT, detail=f"took longer than {self._limits.call_s:g} s")
         except _ProcessEnded as ended:
-            _kill(process)
+            assert process is not None
+            if await process.exit_code() == -signal.SIGXCPU:
+                return ToolReply(fault=ToolFault.TIMEOUT, detail=f"used more than {self._limits.cpu_s} s of CPU time")
             return ToolReply(fault=ToolFault.LOST, detail=f"the sandbox process {ended}")
         except asyncio.CancelledError:
             # It still works on a call that nobody waits for: its answer must not meet the next request.
@@ -218,7 +248,7 @@ class SandboxPool:
         if slot.process is not None and slot.process.alive:
             return slot.process
         if slot.process is not None:
-            await slot.process.wait_gone()
+            await slot.process.wait_gone(self._limits.start_s)
         slot.process = process = await self._spawn()
         try:
             async with asyncio.timeout(self._limits.start_s):

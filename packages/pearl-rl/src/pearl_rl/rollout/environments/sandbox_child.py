@@ -62,8 +62,8 @@ def limit(limits: dict[str, int]) -> None:
 def allow_cpu(seconds: int) -> None:
     """Let the process use `seconds` more of CPU time; beyond that the kernel ends it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    used = int(usage.ru_utime + usage.ru_stime) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))
+    used_s = usage.ru_utime + usage.ru_stime
+    resource.setrlimit(resource.RLIMIT_CPU, (round(used_s + seconds), resource.RLIM_INFINITY))
 
 
 def close_doors() -> None:

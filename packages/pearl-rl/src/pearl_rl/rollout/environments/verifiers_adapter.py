@@ -25,6 +25,7 @@ from pearl_rl.rollout.environments.protocol import (
 )
 from pearl_rl.rollout.environments.task_sources import DatasetTasks
 
+
 @dataclass(frozen=True, slots=True)
 class VerifiersArguments:
     """Arguments of the environment `verifiers`."""
@@ -32,8 +33,8 @@ class VerifiersArguments:
     taskset: str
     """Id of an installed taskset, as `vf-eval` takes it."""
     harness: str = "null"
-    """Id of the harness that plays it. `null` is plain chat with the task's tools, in a local process; any other may
-    carry out what the model writes, so `options` must name the runtime that it runs in (`agent.runtime.type=docker`)."""
+    """Id of the harness that plays it. `null` is plain chat with the task's tools, in a local process. Any other may
+    carry out what the model writes, so `options` must name the runtime it runs in (`agent.runtime.type=docker`)."""
     limit: int = 0
     """Tasks to take from the start of the taskset; 0: all of them."""
     options: list[str] = field(default_factory=list)
