@@ -223,32 +223,42 @@ def test_t_over_is_what_colocated_steps_leave_over_per_turn():
     workload = replace(WORKLOAD, batch=64, turns=16, new_prompt_tokens=1000, response_tokens=50)
     truth = PrintedModel(workload, replace(PRIOR, overhead_per_turn_s=0.5))
     measured = [
-        StepMeasurement(configuration=Configuration(colocated=n), makespan_s=truth.colocated(n).total_s)
-        for n in (2, 3, 4)
+        StepMeasurement(segments=((Configuration(colocated=n), truth.colocated(n).total_s),)) for n in (2, 3, 4)
     ]
-    wild = StepMeasurement(configuration=Configuration(colocated=4), makespan_s=1e6)
-    paired = StepMeasurement(configuration=Configuration(2, 2), makespan_s=1.0)
+    wild = StepMeasurement(segments=((Configuration(colocated=4), 1e6),))
+    paired = StepMeasurement(segments=((Configuration(2, 2), 1.0),))
     fit = fit_overhead([*measured, wild, paired], workload=workload, platform=PRIOR, extended=False)
     assert fit.profile.overhead_per_turn_s == pytest.approx(0.5)
     assert fit.used == {"overhead_per_turn_s": 4}
     again = fit_overhead(measured, workload=workload, platform=fit.profile, extended=False)
     assert again.profile.overhead_per_turn_s == pytest.approx(0.5)
-    fast = [replace(m, makespan_s=1.0) for m in measured]
+    fast = [StepMeasurement(segments=((m.segments[0][0], 1.0),)) for m in measured]
     assert fit_overhead(fast, workload=workload, platform=PRIOR).profile.overhead_per_turn_s == 0.0
     few = fit_overhead([paired, measured[0]], workload=workload, platform=PRIOR)
     assert few.refused == {
-        "overhead_per_turn_s": "1 colocated steps, needs 2",
-        "handover_s": "1 disaggregated steps, needs 2",
+        "overhead_per_turn_s": "1 steps in colocation, needs 2",
+        "handover_s": "1 steps in disaggregation, needs 2",
     }
     assert few.profile is PRIOR
-    with pytest.raises(ProfileError, match="step sample 1: makespan_s = nan"):
-        fit_overhead([paired, replace(paired, makespan_s=math.nan)], workload=workload, platform=PRIOR)
+    with pytest.raises(ProfileError, match="step sample 1: seconds = nan"):
+        broken = StepMeasurement(segments=((Configuration(2, 2), math.nan),))
+        fit_overhead([paired, broken], workload=workload, platform=PRIOR)
+
+
+def test_a_step_under_several_configurations_is_explained_by_its_progress_under_each():
+    workload = replace(WORKLOAD, batch=64, turns=16, new_prompt_tokens=1000, response_tokens=50)
+    truth = PrintedModel(workload, replace(PRIOR, overhead_per_turn_s=0.5))
+    # A third of the work with three workers, the rest with five: a borrow in the middle of each step.
+    parts = ((Configuration(colocated=3), 1 / 3), (Configuration(colocated=5), 2 / 3))
+    step = StepMeasurement(segments=tuple((c, share * truth.colocated(c.colocated).total_s) for c, share in parts))
+    fit = fit_overhead([step, step], workload=workload, platform=PRIOR, extended=False)
+    assert fit.profile.overhead_per_turn_s == pytest.approx(0.5)
 
 
 def test_the_hand_over_cost_is_what_disaggregated_steps_leave_over_per_turn():
     workload = replace(WORKLOAD, batch=64, turns=16, new_prompt_tokens=100, response_tokens=50)
     truth = ExtendedModel(workload, replace(PRIOR, handover_s=0.25))
-    measured = [StepMeasurement(configuration=Configuration(1, n), makespan_s=truth.total_s(1, n)) for n in (1, 2, 3)]
+    measured = [StepMeasurement(segments=((Configuration(1, n), truth.total_s(1, n)),)) for n in (1, 2, 3)]
     fit = fit_overhead(measured, workload=workload, platform=PRIOR)
     assert fit.profile.handover_s == pytest.approx(0.25)
     assert fit.residuals["step"] < 1e-9

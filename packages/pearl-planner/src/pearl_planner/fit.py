@@ -4,8 +4,10 @@ Too few samples, or samples too alike, do not carry a line: such a field keeps i
 reason. A sample that is not a number is an error, since it means a broken meter.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from pearl_planner.robust import Floats, clipped_mean, robust_line, weighted_med
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.roles import Mode
 from pearl_state.samples import DecodeSample, PrefillSample, TransferSample, TurnSample
 
 
@@ -63,10 +66,26 @@ class WorkloadFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasurement:
-    """The measured makespan of one step that ran under one configuration throughout."""
+    """One measured step: the configurations that it ran under, each with the seconds for which it was in force."""
 
-    configuration: Configuration
-    makespan_s: float
+    segments: tuple[tuple[Configuration, float], ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """Duration of the step, seconds."""
+        return math.fsum(seconds for _, seconds in self.segments)
+
+    @property
+    def mode(self) -> Mode | None:
+        """The mode that was in force for at least `MOSTLY` of the step; None where none was."""
+        for mode in Mode:
+            share = math.fsum(seconds for configuration, seconds in self.segments if configuration.mode is mode)
+            if share >= MOSTLY * self.makespan_s:
+                return mode
+        return None
+
+
+MOSTLY: Final = 0.8
 
 
 class _Values:
@@ -300,37 +319,58 @@ def fit_overhead(
     """T_over from colocated steps and the hand-over cost from disaggregated ones: what makespans leave over per turn.
 
     PEARL's list of refitted parameters omits T_over, though the choice of the mode hangs on it: eq. (1) has no (1+θ).
-    Both are medians over steps, at least 0. Raises `ProfileError` for a makespan that is not finite or negative.
+    A step counts for the mode that it mostly ran under. With T(π) predicted, the segments of a step add up to the
+    progress Σ Δt/T(π); the value at which that is 1 explains the step. Both results are medians over steps, at least 0.
+    Raises `ProfileError` for seconds that are not finite or negative.
     """
-    _column("step", "makespan_s", [s.makespan_s for s in steps])
+    _column("step", "seconds", [seconds for step in steps for _, seconds in step.segments])
     found = _Values()
-    level: list[float] = []
-    for name, chosen in (
-        ("overhead_per_turn_s", [s for s in steps if s.configuration.colocated]),
-        ("handover_s", [s for s in steps if s.configuration.prefill]),
-    ):
-        mode = "colocated" if name == "overhead_per_turn_s" else "disaggregated"
+    spread: list[float] = []
+    for name, mode in (("overhead_per_turn_s", Mode.COLOCATION), ("handover_s", Mode.DISAGGREGATION)):
+        chosen = [step for step in steps if step.mode is mode and step.makespan_s > 0]
         if len(chosen) < settings.least_steps:
-            found.refuse(f"{len(chosen)} {mode} steps, needs {settings.least_steps}", name)
+            found.refuse(f"{len(chosen)} steps in {mode}, needs {settings.least_steps}", name)
             continue
         # The printed model knows no hand-over cost, so there is nothing to fit it by.
-        if mode == "disaggregated" and not extended:
+        if mode is Mode.DISAGGREGATION and not extended:
             found.refuse("eqs. (2) and (3) have no term for it", name)
             continue
-        model: MakespanModel = ExtendedModel(workload, platform) if extended else PrintedModel(workload, platform)
-        left = np.array([(s.makespan_s - _predicted_s(model, s.configuration)) / workload.turns for s in chosen])
-        middle = float(np.median(left))
-        found.take(name, max(0.0, getattr(platform, name) + middle), len(chosen))
-        level += [
-            abs(float(x) - middle) * workload.turns / max(s.makespan_s, 1e-9) for x, s in zip(left, chosen, strict=True)
-        ]
+        values = np.array([_explaining(step, name, workload, platform, extended) for step in chosen])
+        middle = float(np.median(values))
+        found.take(name, middle, len(chosen))
+        spread += [abs(float(v) - middle) * workload.turns / s.makespan_s for v, s in zip(values, chosen, strict=True)]
     origin = {**platform.origin, **{name: f"telemetry, {count} steps" for name, count in found.used.items()}}
     return PlatformFit(
         profile=replace(platform, **found.values, origin=origin) if found.values else platform,
         used=found.used,
         refused=found.refused,
-        residuals={"step": float(np.median(level))} if level else {},
+        residuals={"step": float(np.median(spread))} if spread else {},
     )
+
+
+def _explaining(
+    step: StepMeasurement, name: str, workload: WorkloadProfile, platform: PlatformProfile, extended: bool
+) -> float:
+    """The value of the field `name` at which the model predicts the step's duration, at least 0, seconds."""
+
+    def progress(value: float) -> float:
+        if name == "handover_s":
+            changed = replace(platform, handover_s=value)
+        else:
+            changed = replace(platform, overhead_per_turn_s=value)
+        model: MakespanModel = ExtendedModel(workload, changed) if extended else PrintedModel(workload, changed)
+        return math.fsum(seconds / _predicted_s(model, configuration) for configuration, seconds in step.segments)
+
+    low, high = 0.0, step.makespan_s / workload.turns
+    if progress(low) <= 1:
+        return low
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        if progress(middle) > 1:
+            low = middle
+        else:
+            high = middle
+    return 0.5 * (low + high)
 
 
 def _predicted_s(model: MakespanModel, configuration: Configuration) -> float:

@@ -305,6 +305,7 @@ class _Run:
 
     def _on_step(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:
         self._recorder.on_step(event, state, effects)
+        self._refit.follow(event, state.table)
         if isinstance(event, GroupFailed) and event.failed and not self._hopeless.done():
             rows = [state.table.rows[id_] for id_ in state.available]
             if not state.groups and rows and all(row.lifecycle is Lifecycle.RETIRED for row in rows):

@@ -9,7 +9,7 @@ from pearl_executor.ports import WorkerError
 from pearl_planner.fit import PlatformFit, StepMeasurement, fit_platform
 from pearl_planner.reconcile import current_configuration
 from pearl_state.configuration import Configuration
-from pearl_state.events import Event, ProfileRefitted
+from pearl_state.events import Event, ProfileRefitted, RolloutBegan
 from pearl_state.profile import PlatformProfile
 from pearl_state.samples import EngineSamples, TurnSample
 from pearl_state.table import WorkerTable
@@ -19,6 +19,37 @@ from pearl_telemetry.window import SampleWindow
 
 _STEPS: Final = 8
 """Steps that T_over is fitted to."""
+
+
+class StepSegments:
+    """The configurations that one step runs under, and for how long. Times are on the run's clock, seconds."""
+
+    def __init__(self) -> None:
+        self._configuration: Configuration | None = None
+        self._since_s = 0.0
+        self._seconds: dict[Configuration, float] = {}
+
+    def begin(self, now_s: float) -> None:
+        """A step begins; the configuration in force stays in force."""
+        self._seconds.clear()
+        self._since_s = now_s
+
+    def in_force(self, configuration: Configuration | None, now_s: float) -> None:
+        """From now on this configuration serves; None where none does."""
+        if configuration != self._configuration:
+            self._close(now_s)
+            self._configuration = configuration
+
+    def finish(self, now_s: float) -> tuple[tuple[Configuration, float], ...]:
+        """What the step ran under."""
+        self._close(now_s)
+        return tuple(self._seconds.items())
+
+    def _close(self, now_s: float) -> None:
+        if self._configuration is not None:
+            elapsed_s = max(0.0, now_s - self._since_s)
+            self._seconds[self._configuration] = self._seconds.get(self._configuration, 0.0) + elapsed_s
+        self._since_s = now_s
 
 
 class Sampled(Protocol):
@@ -51,14 +82,13 @@ class Refit:
         self._tracker = RuntimeTracker(weight=weight)
         self._window = SampleWindow()
         self._finished = asyncio.Event()
-        self._seen: set[Configuration | None] = set()
+        self._step = StepSegments()
         self._steps: deque[StepMeasurement] = deque(maxlen=_STEPS)
         self.fit: PlatformFit | None = None
         """The newest fit; None before the first."""
 
     def observe_turns(self, samples: Sequence[TurnSample]) -> None:
         """Turns of one finished trajectory."""
-        self._seen.add(current_configuration(self._table()))
         self._tracker.observe_turns(samples)
 
     def finish_step(
@@ -72,11 +102,17 @@ class Refit:
             decoding_fraction=decoding_fraction,
             borrowed=borrowed,
         )
-        # Only a step that ran under one configuration throughout says what that one takes.
-        if len(self._seen) == 1 and (configuration := self._seen.pop()) is not None:
-            self._steps.append(StepMeasurement(configuration=configuration, makespan_s=makespan_s))
-        self._seen.clear()
+        segments = self._step.finish(asyncio.get_running_loop().time())
+        # A moment in which nobody served, or a transition mixed both modes, cannot be explained by the model.
+        if sum(seconds for _, seconds in segments) > 0.9 * makespan_s:
+            self._steps.append(StepMeasurement(segments=segments))
         self._finished.set()
+
+    def follow(self, event: Event, table: WorkerTable) -> None:
+        """The table after an event: notes for how long which configuration is in force."""
+        self._step.in_force(current_configuration(table), event.now_s)
+        if isinstance(event, RolloutBegan):
+            self._step.begin(event.now_s)
 
     async def run(self) -> None:
         """Refit after each step, until cancelled."""
