@@ -240,8 +240,8 @@ def test_t_over_is_what_colocated_steps_leave_over_per_turn():
         "handover_s": "1 steps in disaggregation, needs 2",
     }
     assert few.profile is PRIOR
+    broken = StepMeasurement(segments=((Configuration(2, 2), math.nan),))
     with pytest.raises(ProfileError, match="step sample 1: seconds = nan"):
-        broken = StepMeasurement(segments=((Configuration(2, 2), math.nan),))
         fit_overhead([paired, broken], workload=workload, platform=PRIOR)
 
 
