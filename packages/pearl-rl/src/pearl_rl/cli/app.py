@@ -127,6 +127,27 @@ def plan(
 
 
 @app.command()
+def simulate(
+    scenario: Annotated[str, typer.Argument(help="TOML file, or a bundled name like paper-segment1.")],
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="A,B,…", help="Policies to compare; default: its own.")
+    ] = "",
+    seeds: Annotated[int, typer.Option(help="Seeds for each policy, from run.seed on.")] = 1,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="One value, like rollout.batch=96; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+    full: Annotated[bool, typer.Option("--full", help="With --json: every step, decision and interval.")] = False,
+) -> None:
+    """Run a scenario in virtual time: the real control plane on a simulated cluster."""
+    from pearl_rl.cli.simulate import run_simulation
+
+    code = run_simulation(scenario, policies=policy, seeds=seeds, overrides=overrides or [], as_json=as_json, full=full)
+    raise typer.Exit(int(code))
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run and how to get what is missing."""
     from pearl_rl.cli.doctor import examine

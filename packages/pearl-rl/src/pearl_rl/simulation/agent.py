@@ -32,11 +32,10 @@ class SimulatedAgent:
             if script.reset_s:
                 await asyncio.sleep(script.reset_s)
             turns: list[Turn] = []
-            context = 0
-            stable = self._workload.stable_fraction
+            context = before = 0
             for number, scripted in enumerate(script.turns):
-                if number and stable < 1.0:
-                    known.stable_tokens = max(known.root_tokens, int(stable * context))
+                if number:
+                    known.stable_tokens = max(known.root_tokens, int(self._workload.stable_fraction * before))
                 prompt = range(context, context + scripted.prompt_tokens)
                 context = prompt.stop
                 call = ModelCall(
@@ -46,7 +45,10 @@ class SimulatedAgent:
                     max_new_tokens=scripted.response_tokens,
                 )
                 result = await generate(call)
-                context += len(result.tokens)
+                # Where reasoning is dropped, the next prompt leaves this one's path at the response.
+                dropped = scripted.retained_tokens < scripted.response_tokens
+                before = context if dropped else context + scripted.response_tokens
+                context += scripted.retained_tokens
                 if scripted.tool_s > 0:
                     await asyncio.sleep(scripted.tool_s)
                 turns.append(

@@ -29,6 +29,8 @@ class IterationOverheads:
     """Per layer: norms, rotary embedding, activation, as short kernels of a replayed graph, seconds."""
     decode_s: float = 0.3e-3
     """Per decode iteration: sampling and what scheduling does not hide, seconds."""
+    decode_sequence_s: float = 0.0
+    """Per sequence of a decode iteration: sampling, stop checks and streaming that are not hidden, seconds."""
     prefill_s: float = 1.0e-3
     """Per iteration with prefill, seconds."""
     eager_layer_s: float = 70e-6
@@ -232,7 +234,8 @@ class WorkerCosts:
         """Decode iterations with `sequences` running, against their mean context."""
         curve = self._decode_curves.get(sequences)
         if curve is None:
-            fixed = self._linear(sequences) + self._head(sequences) + self.overheads.decode_s
+            host_s = self.overheads.decode_s + sequences * self.overheads.decode_sequence_s
+            fixed = self._linear(sequences) + self._head(sequences) + host_s
             xs, ys = _at_batch(self._decode_series, sequences)
             attention = [y * self._decode_scale for y in ys]
             eager = self.model.layers * self.overheads.eager_decode_layer_s

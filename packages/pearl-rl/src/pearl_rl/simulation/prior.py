@@ -34,7 +34,7 @@ def workload_prior(workload: Workload, batch: int, group_size: int) -> WorkloadP
         context = 0
         for turn in script.turns:
             contexts.append(context + turn.prompt_tokens)
-            context += turn.prompt_tokens + turn.response_tokens
+            context += turn.prompt_tokens + turn.retained_tokens
     counts = [len(script.turns) for script in scripts]
     tools = [sum(turn.tool_s for turn in script.turns) for script in scripts]
     slowest = [max(range(k * batch, (k + 1) * batch), key=lambda i: counts[i]) for k in range(_BATCHES)]

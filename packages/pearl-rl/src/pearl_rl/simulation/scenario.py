@@ -73,6 +73,9 @@ class WorkloadSection(Section):
     prompt_scale: float | None = Field(default=None, gt=0, description="factor on new prompt tokens")
     response_scale: float | None = Field(default=None, gt=0, description="factor on generated tokens")
     tool_scale: float | None = Field(default=None, ge=0, description="factor on tool times")
+    retained_fraction: float | None = Field(
+        default=None, ge=0, le=1, description="part of the generated tokens that stays in the context"
+    )
     stable_fraction: float | None = Field(
         default=None, ge=0, le=1, description="part of a prompt that the next one repeats"
     )

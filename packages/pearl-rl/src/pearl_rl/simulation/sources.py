@@ -23,6 +23,7 @@ _SCALES = (
     "prompt_scale",
     "response_scale",
     "tool_scale",
+    "retained_fraction",
     "stable_fraction",
     "reset_s",
 )

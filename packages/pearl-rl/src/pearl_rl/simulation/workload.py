@@ -18,6 +18,8 @@ class ScriptedTurn:
     prompt_tokens: int
     response_tokens: int
     tool_s: float
+    retained_tokens: int
+    """Generated tokens that stay in the context; reasoning may be dropped from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,10 @@ class WorkloadOptions:
     response_scale: float = 1.0
     tool_scale: float = 1.0
     reset_s: float = 0.0
+    retained_fraction: float = 1.0
+    """Part of the generated tokens that stays in the next prompts; the rest (reasoning) is dropped from them."""
     stable_fraction: float = 1.0
+    """Part of a prompt that the next prompt repeats unchanged; the rest is rewritten (history edited)."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for what no trajectory can have."""
@@ -83,8 +88,9 @@ class WorkloadOptions:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"workload: {name} = {value} must be a number of at least 0")
-        if not 0 <= self.stable_fraction <= 1:
-            raise ValueError(f"workload: stable_fraction = {self.stable_fraction} must be in [0, 1]")
+        for name in ("retained_fraction", "stable_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"workload: {name} = {getattr(self, name)} must be in [0, 1]")
 
 
 class ModelWorkload:
@@ -139,13 +145,14 @@ def fitted(
             break
         tokens = min(max(1, response), options.max_response_tokens, room)
         truncated = tokens == room
-        kept.append(ScriptedTurn(max(1, new), tokens, tool_s))
-        context += max(1, new) + tokens
+        retained = round(tokens * options.retained_fraction)
+        kept.append(ScriptedTurn(max(1, new), tokens, tool_s, retained))
+        context += max(1, new) + retained
         if truncated:
             break
     if not kept:
         # The first prompt alone is too long: it is cut to leave room for one token.
-        kept.append(ScriptedTurn(options.max_context_tokens - 1, 1, 0.0))
+        kept.append(ScriptedTurn(options.max_context_tokens - 1, 1, 0.0, 1))
     return Script(turns=tuple(kept), root=root, reset_s=options.reset_s, reward=reward, truncated=truncated)
 
 

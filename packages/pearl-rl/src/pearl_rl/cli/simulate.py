@@ -1,0 +1,121 @@
+"""`pearl-rl simulate`: run a scenario under one or more policies in virtual time, and compare them."""
+
+import json
+import sys
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from pearl_executor.virtual_time import SimulationDeadlockError
+from pearl_rl.errors import CommandError, ExitCode, SettingsError
+
+if TYPE_CHECKING:
+    from pearl_rl.simulation.outcome import SimulationResult
+    from pearl_rl.simulation.scenario import Scenario
+
+_MOST_SEEDS = 1000
+
+
+def run_simulation(
+    source: str,
+    *,
+    policies: str = "",
+    seeds: int = 1,
+    overrides: Sequence[str] = (),
+    as_json: bool = False,
+    full: bool = False,
+) -> ExitCode:
+    """Simulate every policy (comma-separated; empty: the scenario's own) with `seeds` seeds each, and print.
+
+    `as_json` prints one object on the last line; with `full` it holds every step, decision and interval. Raises
+    `CommandError`.
+    """
+    if not 1 <= seeds <= _MOST_SEEDS:
+        raise CommandError(f"--seeds {seeds}: must be from 1 to {_MOST_SEEDS}")
+    plans = _plans(source, policies, seeds, overrides)
+    results: dict[str, list[SimulationResult]] = {}
+    for number, scenario in enumerate(plans, start=1):
+        if sys.stderr.isatty():
+            print(
+                f"\r{number}/{len(plans)} {scenario.policy.name}, seed {scenario.run.seed}   ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+        results.setdefault(scenario.policy.name, []).append(_simulate(scenario))
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    if as_json:
+        print(json.dumps(_document(plans[0], results, full=full), allow_nan=False))
+    else:
+        _print_table(plans[0], results)
+    return ExitCode.OK
+
+
+def _plans(source: str, policies: str, seeds: int, overrides: Sequence[str]) -> "list[Scenario]":
+    """Every (policy, seed) to run. All are checked before the first one runs."""
+    from pearl_rl.simulation.scenario import load_scenario
+
+    first = load_scenario(source, overrides)
+    names = [name.strip() for name in policies.split(",") if name.strip()] or [first.policy.name]
+    runs = [(name, seed) for name in names for seed in range(first.run.seed, first.run.seed + seeds)]
+    return [load_scenario(source, [*overrides, f"policy.name={name}", f"run.seed={seed}"]) for name, seed in runs]
+
+
+def _simulate(scenario: "Scenario") -> "SimulationResult":
+    from pearl_rl.simulation.cluster import simulate
+
+    try:
+        return simulate(scenario)
+    except SimulationDeadlockError as error:
+        raise CommandError(
+            f"{scenario.name}, policy {scenario.policy.name}: the control plane hangs: {error}", ExitCode.PARTIAL
+        ) from None
+    except (SettingsError, CommandError):
+        raise
+    except ValueError as error:
+        # A trajectory that no engine can hold, a trace that is none: the scenario can never finish.
+        raise CommandError(f"{scenario.name}: {error}", ExitCode.INFEASIBLE) from None
+
+
+def _document(scenario: "Scenario", results: "dict[str, list[SimulationResult]]", *, full: bool) -> dict[str, object]:
+    return {
+        "scenario": scenario.name,
+        "model": scenario.model,
+        "gpu": scenario.gpu,
+        "results": [result.to_json(full=full) for group in results.values() for result in group],
+    }
+
+
+def _print_table(scenario: "Scenario", results: "dict[str, list[SimulationResult]]") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.width = max(console.width, 110)
+    console.print(f"{scenario.name}: {scenario.model} on {scenario.gpu}, {scenario.tp} GPUs a worker")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    columns = ("policy", "tokens/s", "of first", "steps", "rollout s", "training s", "prediction off", "borrows")
+    for name in (*columns, "expansions", "switches"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    base = 0.0
+    for name, group in results.items():
+        rates = [result.throughput for result in group]
+        base = base or fmean(rates)
+        spread = f" ± {stdev(rates):,.0f}" if len(rates) > 1 else ""
+        errors = [e for e in (result.prediction_error for result in group) if e is not None]
+        counts = [result.counts for result in group]
+        table.add_row(
+            name,
+            f"{fmean(rates):,.0f}{spread}",
+            f"{fmean(rates) / base:.3f}" if base else "",
+            f"{fmean([len(r.steps) for r in group]):g}",
+            f"{fmean([r.rollout_s for r in group]):.1f}",
+            f"{fmean([r.training_s for r in group]):.1f}",
+            f"{fmean(errors):.1%}" if errors else "",
+            f"{fmean([c.borrows for c in counts]):g}",
+            f"{fmean([c.expansions for c in counts]):g}",
+            f"{fmean([c.mode_switches + c.ratio_switches for c in counts]):g}",
+        )
+    console.print(table)

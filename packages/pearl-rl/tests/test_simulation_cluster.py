@@ -1,0 +1,212 @@
+"""The whole control plane over simulated ports: nothing lost, the same log for the same seed, policies as named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pearl_rl.cli.app import app
+from pearl_rl.errors import ExitCode, SettingsError
+from pearl_rl.simulation.cluster import SimulatedCluster, simulate
+from pearl_rl.simulation.parameters import load_parameters
+from pearl_rl.simulation.scenario import BUNDLED, load_scenario, scenario_from
+
+SMALL = {
+    "name": "small",
+    "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 4, "max_preemptible_gpus": 0},
+    "availability": {"trace": "none"},
+    "rollout": {"batch": 16, "group_size": 4},
+    "workload": {"max_turns": 6, "max_context_tokens": 8192},
+    "run": {"steps": 3},
+}
+
+
+def small(**sections):
+    document = {key: dict(value) if isinstance(value, dict) else value for key, value in SMALL.items()}
+    for key, value in sections.items():
+        document[key] = {**document.get(key, {}), **value} if isinstance(value, dict) else value
+    return scenario_from(document)
+
+
+@pytest.mark.parametrize(
+    "policy", ["roll", "rlboost", "bidirl", "pearl", "pearl-disaggregated", "pearl-ungated", "pearl-no-borrowing"]
+)
+def test_every_policy_makes_its_steps_and_loses_nothing(policy) -> None:
+    result = simulate(small(policy={"name": policy}))
+    assert len(result.steps) == 3
+    assert result.counts.lost_trajectories == 0
+    assert result.counts.stale_served == 0
+    assert result.counts.failed_calls == 0
+    assert all(step.staleness_max <= 1 for step in result.steps)
+    assert result.throughput > 0
+    modes = {(i.colocated > 0, i.prefill > 0) for i in result.timeline if i.colocated + i.prefill + i.decode}
+    if policy in ("roll", "rlboost", "bidirl"):
+        assert modes == {(True, False)}
+        assert result.counts.mode_switches == 0
+    if policy == "pearl-disaggregated":
+        assert modes == {(False, True)}
+    if policy == "pearl-ungated":
+        assert result.counts.borrows > 0
+    if policy in ("roll", "rlboost", "pearl-no-borrowing", "pearl-disaggregated"):
+        assert result.counts.borrows == 0
+
+
+def test_the_tokens_of_the_steps_are_those_of_the_scripts() -> None:
+    scenario = small()
+    result = simulate(scenario)
+    cluster = SimulatedCluster(scenario)
+    from pearl_rl.simulation.workload import SimulatedTasks
+
+    scripts = [cluster.workload.script(SimulatedTasks().task(i // 4), i) for i in range(16)]
+    assert result.steps[0].generated_tokens == sum(script.response_tokens for script in scripts)
+    assert result.steps[0].trained_tokens == sum(script.total_tokens for script in scripts)
+    assert result.engines.generated_tokens >= sum(step.generated_tokens for step in result.steps)
+
+
+def test_throughput_is_generated_and_trained_tokens_over_time() -> None:
+    result = simulate(small())
+    tokens = sum(step.generated_tokens + step.trained_tokens for step in result.steps)
+    assert result.throughput == pytest.approx(tokens / sum(step.duration_s for step in result.steps))
+    assert sum(step.duration_s for step in result.steps) == pytest.approx(result.steps[-1].now_s)
+
+
+def test_more_workers_never_make_a_batch_slower_by_much() -> None:
+    few = simulate(small(cluster={"reserved_rollout_gpus": 2}, policy={"name": "roll"}))
+    many = simulate(small(cluster={"reserved_rollout_gpus": 16}, policy={"name": "roll"}))
+    assert many.rollout_s < few.rollout_s
+
+
+def test_borrowed_gpus_speed_up_a_pool_that_is_too_small() -> None:
+    heavy = {
+        "workload": {"response_scale": 20.0, "tool_scale": 0.05, "max_context_tokens": 32768},
+        "rollout": {"batch": 64},
+        "cluster": {"training_gpus": 16, "reserved_rollout_gpus": 2},
+    }
+    alone = simulate(small(policy={"name": "roll"}, **heavy))
+    borrowing = simulate(small(policy={"name": "bidirl"}, **heavy))
+    assert borrowing.counts.borrows > 0
+    assert borrowing.counts.returns > 0
+    assert borrowing.throughput > 1.2 * alone.throughput
+
+
+def test_the_same_seed_gives_the_same_log_byte_for_byte_in_any_process() -> None:
+    code = (
+        "import json; from pearl_rl.simulation.cluster import simulate;"
+        "from pearl_rl.simulation.scenario import load_scenario;"
+        "print(json.dumps(simulate(load_scenario('paper-segment2', ['run.duration_s=900'])).to_json()))"
+    )
+
+    def log(hash_seed):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert log("1") == log("2")
+
+
+def test_another_seed_gives_other_trajectories() -> None:
+    first, second = simulate(small(run={"seed": 1})), simulate(small(run={"seed": 2}))
+    assert first.steps[0].generated_tokens != second.steps[0].generated_tokens
+
+
+@given(
+    batch=st.integers(1, 6),
+    gpus=st.integers(1, 5),
+    training=st.integers(1, 4),
+    policy=st.sampled_from(["pearl", "pearl-ungated", "rlboost", "bidirl"]),
+    staleness=st.integers(0, 2),
+    segment=st.sampled_from(["segment1", "segment2", "segment3"]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_scenario_finishes_with_every_trajectory_accounted_for(
+    batch, gpus, training, policy, staleness, segment, seed
+) -> None:
+    scenario = scenario_from(
+        {
+            "name": "random",
+            "cluster": {
+                "training_gpus": 2 * training,
+                "reserved_rollout_gpus": 2 * gpus,
+                "max_preemptible_gpus": 12,
+            },
+            # An hour of the trace in a minute: GPUs come and go faster than workers start.
+            "availability": {"segment": segment, "time_scale": 30.0, "notice_s": 5.0},
+            "rollout": {"batch": 4 * batch, "group_size": 4, "max_staleness": staleness},
+            "workload": {"max_turns": 5},
+            "policy": {"name": policy},
+            "run": {"steps": 3, "seed": seed},
+        }
+    )
+    result = simulate(scenario)
+    assert len(result.steps) == 3
+    assert result.counts.lost_trajectories == 0
+    assert result.counts.stale_served == 0
+    assert all(step.staleness_max <= staleness for step in result.steps)
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_scenarios_run(name) -> None:
+    result = simulate(load_scenario(name, ["run.steps=1"]))
+    assert len(result.steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.batc=3"], "unknown key rollout.batc; the nearest is rollout.batch"),
+        (["rollout.batch=63"], "does not divide into groups of 16"),
+        (["run.duration_s=-1"], "must be greater than 0"),
+        (["policy.name=magic"], "policy.name = magic: must be 'roll'"),
+        (["model=qwen9"], "no model 'qwen9' in the catalog"),
+        (["tp=3"], "does not divide"),
+        (["model=qwen3-235b-a22b"], "use more GPUs a worker"),
+        (["availability.segment=segment9"], "has no segment 'segment9'"),
+        (["availability.trace=/nowhere.csv"], "cannot read the availability trace"),
+        (["parameters=other"], "no such parameter set"),
+        (["workload.model=chess"], "no such turn model"),
+        (["workload.replay=/nowhere"], "give a run folder"),
+        (["policy.name=static-pd"], "needs policy.configuration"),
+        (["cluster.reserved_rollout_gpus=0", "cluster.max_preemptible_gpus=0"], "hold no worker"),
+    ],
+)
+def test_bad_scenarios_are_one_clear_line(overrides, words, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["simulate", "paper-segment1", *(part for text in overrides for part in ("--set", text))])
+    assert ended.value.code in (ExitCode.CONFIG, ExitCode.INFEASIBLE)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+def test_an_unknown_scenario_names_the_bundled_ones() -> None:
+    with pytest.raises(SettingsError, match="nearest: paper-segment1"):
+        load_scenario("paper-segmnt1")
+
+
+def test_parameters_say_where_they_come_from() -> None:
+    for model in ("qwen3-8b", "qwen3-30b-a3b"):
+        parameters = load_parameters("paper", model)
+        assert all(len(text) >= 7 for text in parameters.origin.values())
+    with pytest.raises(SettingsError, match="no such parameter"):
+        load_parameters("paper", "qwen3-8b", {"times.nothing": 1.0})
+
+
+def test_the_command_compares_policies_and_prints_json(capsys) -> None:
+    arguments = ["simulate", "paper-fixed", "--policy", "roll,pearl", "--set", "run.steps=1"]
+    with pytest.raises(SystemExit) as ended:
+        app([*arguments, "--json"])
+    assert ended.value.code == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [r["policy"] for r in document["results"]] == ["roll", "pearl"]
+    assert all(r["throughput_tokens_per_s"] > 0 for r in document["results"])
+    with pytest.raises(SystemExit):
+        app(arguments)
+    table = capsys.readouterr().out
+    assert "roll" in table
+    assert "tokens/s" in table
