@@ -71,7 +71,8 @@ class Router:
         self._on_fault = on_fault
         self._serving = ServingSet(self._limits.serving)
         self._homes: dict[TrajectoryId, Home] = {}
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        """In the order in which they came: who waits longest is served first, and a run can be repeated exactly."""
         self._aborts: set[asyncio.Task[None]] = set()
         self._gate_open = True
         self._ended = False
@@ -215,13 +216,13 @@ class Router:
         """Return when something changed that may let a call be served, at the latest at `until_s`."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         timer = loop.call_at(until_s, resolve, waiter)
         try:
             await waiter
         finally:
             timer.cancel()
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
 
     async def _attempt(self, progress: Progress, route: Route) -> TurnResult | None:
         """One attempt. The call's result, or None where it must go on elsewhere."""
