@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from pearl_executor.ports import WorkerError
-from pearl_planner.fit import PlatformFit, StepMeasurement, fit_platform
+from pearl_planner.fit import PlatformFit, StepMeasurement, fit_overhead, fit_platform
 from pearl_planner.reconcile import current_configuration
 from pearl_state.configuration import Configuration
 from pearl_state.events import Event, ProfileRefitted, RolloutBegan
@@ -143,6 +143,7 @@ class Refit:
             transfer=self._window.transfer,
             prior=self._prior,
         )
-        backed = not {"decode_fixed_s", "prefill_per_token_s"} & self.fit.refused.keys()
+        fitted = fit_overhead(self._steps, workload=workload, platform=self.fit.profile)
         now_s = asyncio.get_running_loop().time()
-        self._post(ProfileRefitted(now_s=now_s, workload=workload, platform=self.fit.profile, calibrated=backed))
+        calibrated = self.fit.calibrated
+        self._post(ProfileRefitted(now_s=now_s, workload=workload, platform=fitted.profile, calibrated=calibrated))
