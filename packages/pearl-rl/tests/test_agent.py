@@ -277,8 +277,8 @@ def test_many_episodes_of_the_game_run_at_once_in_virtual_time() -> None:
 
     async def probe(call: ModelCall) -> TurnResult:
         seen = Characters().decode(call.prompt).rsplit("suspects ", 1)[1]
-        low, high = (int(name[1:]) for name in seen.split(" to "))
-        model = Model([f"suspects c{low:02d} to c{high:02d} pytest c{(low + high) // 2:02d}"])
+        low, high = (int(name[1:]) for name in seen.split())
+        model = Model([f"git bisect c{low:02d} c{high:02d} c{(low + high) // 2:02d}"])
         return await model(call)
 
     async def main() -> list[Trajectory]:

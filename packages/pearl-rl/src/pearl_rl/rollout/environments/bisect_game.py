@@ -1,9 +1,12 @@
 """The debugging game: one of N commits introduced a bug; name it with few test runs. Pure, no waiting.
 
-Each turn the agent restates the suspects and names a commit; the tool tests it and its parent. The commit is the first
-bad one (found), good (the bug came later), or bad like its parent (the bug came before). Words and layout are few and
-fixed so that a model of 0.1 million parameters with a word-level tokenizer can learn it: halving the range is the best
-strategy, and what it needs (the first and the last suspect) is what the agent itself writes just before it chooses.
+Each turn the agent writes `git bisect FIRST LAST COMMIT`: it restates the first and the last suspect, as it read them,
+and names a commit. The tool tests that commit and its parent. The commit is the first bad one (found), good (the bug
+came later), or bad like its parent (the bug came before). Only the commit counts; what was restated is not checked.
+
+Words and layout are few and fixed so that a model of 0.1 million parameters with a word-level tokenizer can learn it.
+Restating puts what a choice depends on right before the choice; demonstrations show that form with random commits, so
+that choosing among the suspects, and their middle, is left to reinforcement learning.
 """
 
 import random
@@ -27,11 +30,11 @@ TOOL: Final = "run_tests"
 REPORTS: Final = {"": 0, "-v": 1, "-v --tb long": 2}
 """Options the agent may add, and how many further lines each reports. They change r and ΔL, never the reward."""
 
-COMMAND: Final = re.compile(r"suspects c(\d{1,4}) to c(\d{1,4}) pytest c(\d{1,4})(?: (-v(?: --tb long)?))?", re.ASCII)
+COMMAND: Final = re.compile(r"git bisect c(\d{1,4}) c(\d{1,4}) c(\d{1,4})(?: (-v(?: --tb long)?))?", re.ASCII)
 
 TEXT: Final = (
-    "suspects to pytest -v --tb long a test that passed before fails at . name the first bad commit is after , tests "
-    "left of : parent failed found error expected command other no such"
+    "git bisect -v --tb long a test that passed before fails at . name the first bad commit is after , tests "
+    "left suspects of : parent failed found error expected command no such"
 )
 """Every fixed word that a command, a prompt or an observation can hold."""
 
@@ -106,9 +109,7 @@ class BisectGame:
         command = COMMAND.fullmatch(" ".join(action.split()))
         if command is None:
             return "error : expected a command"
-        low, high, commit = int(command[1]), int(command[2]), int(command[3])
-        if (low, high) != (self._low, self._high):
-            return "error : expected other suspects"
+        commit = int(command[3])
         if commit >= self._settings.commits:
             return "error : no such commit"
         return {
@@ -153,16 +154,16 @@ class BisectGame:
 
     def _status(self) -> str:
         left = self._settings.tries - self.used
-        return f"{left} tests left , {_suspects(self.candidates)}"
+        return f"{left} tests left , suspects {_ends(self.candidates)}"
 
 
 def command(candidates: range, commit: int, report: str = "") -> str:
     """The action that tests `commit` while `candidates` are left; `report` is a key of `REPORTS`."""
-    return f"{_suspects(candidates)} pytest {commit_name(commit)} {report}".strip()
+    return f"git bisect {_ends(candidates)} {commit_name(commit)} {report}".strip()
 
 
-def _suspects(candidates: range) -> str:
-    return f"suspects {commit_name(candidates[0])} to {commit_name(candidates[-1])}"
+def _ends(candidates: range) -> str:
+    return f"{commit_name(candidates[0])} {commit_name(candidates[-1])}"
 
 
 def demonstrations(settings: BisectSettings, seed: int, count: int) -> tuple[Demonstration, ...]:
