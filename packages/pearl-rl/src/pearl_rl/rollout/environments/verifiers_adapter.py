@@ -159,5 +159,5 @@ def _verifiers() -> Any:
         return importlib.import_module("verifiers.v1")
     except ImportError as missing:
         raise EnvironmentSettingsError(
-            f"verifiers 0.4 or later is not installed ({missing}); install pearl-rl[verifiers]"
+            f"verifiers 0.4 or later is not installed beside pearl-rl ({missing}); install 'verifiers>=0.4'"
         ) from missing
