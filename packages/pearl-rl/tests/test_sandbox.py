@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,11 +63,13 @@ def within(folder: Path, body: Callable[[SandboxPool], Awaitable[Any]], **option
 
 
 def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet counts too."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat")
+        return state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return True
-    return False
 
 
 def test_start_brings_every_process_up_and_calls_reuse_them(tmp_path: Path) -> None:
@@ -273,6 +277,36 @@ def test_close_ends_every_process_and_later_calls_fail(tmp_path: Path) -> None:
         await pool.close()
 
     within(tmp_path, body, processes=2)
+
+
+ORPHANS = """
+import asyncio, os, sys
+from pathlib import Path
+from pearl_rl.rollout.environments.sandbox import SandboxPool
+
+async def main():
+    pool = SandboxPool({"echo": Path(sys.argv[1])}, 2)
+    await pool.start()
+    print(*pool.pids, flush=True)
+    os._exit(1)
+
+asyncio.run(main())
+"""
+
+
+def test_no_process_outlives_a_run_that_died(tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(TOOLS["echo"])
+    died = subprocess.run(
+        [sys.executable, "-c", ORPHANS, str(tmp_path / "echo.py")], capture_output=True, text=True, timeout=60
+    )
+    pids = [int(pid) for pid in died.stdout.split()]
+    assert (died.returncode, len(pids)) == (1, 2)
+
+    async def all_gone() -> None:
+        while not all(map(gone, pids)):  # noqa: ASYNC110 (nobody in this process is told)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(all_gone(), 30))
 
 
 def test_bad_pools_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Arguments are data and stay data: no shell is started, nothing of them is execut
 library only; nothing of this project can be imported here. The end of standard input ends the process.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -56,7 +57,9 @@ def limit(limits: dict[str, int]) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        resource.setrlimit(name, (value, value))
+        # Not every system knows every limit (macOS refuses RLIMIT_AS); the others still hold.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(name, (value, value))
 
 
 def allow_cpu(seconds: int) -> None:
