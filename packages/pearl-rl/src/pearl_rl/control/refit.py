@@ -11,6 +11,7 @@ from pearl_planner.reconcile import current_configuration
 from pearl_state.configuration import Configuration
 from pearl_state.events import Event, ProfileRefitted, RolloutBegan
 from pearl_state.profile import PlatformProfile
+from pearl_state.roles import Mode
 from pearl_state.samples import EngineSamples, TurnSample
 from pearl_state.table import WorkerTable
 from pearl_state.worker import Worker
@@ -18,7 +19,7 @@ from pearl_telemetry.tracker import RuntimeTracker
 from pearl_telemetry.window import SampleWindow
 
 _STEPS: Final = 8
-"""Steps that T_over is fitted to."""
+"""Newest steps of each mode that its cost per turn is fitted to."""
 
 
 class StepSegments:
@@ -83,7 +84,7 @@ class Refit:
         self._window = SampleWindow()
         self._finished = asyncio.Event()
         self._step = StepSegments()
-        self._steps: deque[StepMeasurement] = deque(maxlen=_STEPS)
+        self._steps: dict[Mode, deque[StepMeasurement]] = {mode: deque(maxlen=_STEPS) for mode in Mode}
         self.fit: PlatformFit | None = None
         """The newest fit; None before the first."""
 
@@ -105,7 +106,9 @@ class Refit:
         segments = self._step.finish(asyncio.get_running_loop().time())
         # A moment in which nobody served, or a transition mixed both modes, cannot be explained by the model.
         if sum(seconds for _, seconds in segments) > 0.9 * makespan_s:
-            self._steps.append(StepMeasurement(segments=segments))
+            measured = StepMeasurement(segments=segments)
+            if measured.mode is not None:
+                self._steps[measured.mode].append(measured)
         self._finished.set()
 
     def follow(self, event: Event, table: WorkerTable) -> None:
@@ -143,7 +146,9 @@ class Refit:
             transfer=self._window.transfer,
             prior=self._prior,
         )
-        fitted = fit_overhead(self._steps, workload=workload, platform=self.fit.profile)
+        # Each mode's own newest steps: what one mode costs is not forgotten while the other runs.
+        steps = [step for kept in self._steps.values() for step in kept]
+        fitted = fit_overhead(steps, workload=workload, platform=self.fit.profile)
         now_s = asyncio.get_running_loop().time()
         calibrated = self.fit.calibrated
         self._post(ProfileRefitted(now_s=now_s, workload=workload, platform=fitted.profile, calibrated=calibrated))
