@@ -23,6 +23,7 @@ from pearl_rl.rollout.router import Router, RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.rollout.training_gate import TrainingGate
 from pearl_rl.simulation.agent import SimulatedAgent
+from pearl_rl.simulation.batch_run import WorkerModel
 from pearl_rl.simulation.kernels import WorkerCosts
 from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
@@ -87,6 +88,17 @@ class SimulatedCluster:
                 f"rollout GPUs hold no worker of tp = {scenario.tp}",
                 ExitCode.INFEASIBLE,
             )
+
+    def worker_model(self) -> WorkerModel:
+        """One worker, for runs of a single batch."""
+        links = self.parameters.links
+        return WorkerModel(
+            costs=self.costs,
+            limits=self.limits,
+            kv_bytes_per_token=self.kv_bytes,
+            link_bytes_per_s=links.bytes_per_s_per_gpu * self.scenario.tp,
+            link_latency_s=links.latency_s,
+        )
 
     async def run(self) -> SimulationResult:
         """Compose the control plane, run it until the scenario is over, and say what it came to."""

@@ -69,6 +69,7 @@ class WorkloadSection(Section):
     max_context_tokens: int = Field(default=32_768, ge=16, le=100_000_000, description="longest trajectory, tokens")
     max_turns: int = Field(default=1000, ge=1, description="most turns of a trajectory")
     turns_scale: float | None = Field(default=None, gt=0, description="factor on turns; unset: the parameter set's")
+    turns_spread: float | None = Field(default=None, gt=0, description="exponent on turns around their median")
     first_prompt_scale: float | None = Field(default=None, gt=0, description="factor on the first prompt")
     prompt_scale: float | None = Field(default=None, gt=0, description="factor on new prompt tokens")
     response_scale: float | None = Field(default=None, gt=0, description="factor on generated tokens")

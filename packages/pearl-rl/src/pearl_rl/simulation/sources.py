@@ -19,6 +19,7 @@ LONGEST_GAP_S = 60.0
 """Gaps of a session trace count as tool time up to here; beyond, somebody was waited for."""
 _SCALES = (
     "turns_scale",
+    "turns_spread",
     "first_prompt_scale",
     "prompt_scale",
     "response_scale",

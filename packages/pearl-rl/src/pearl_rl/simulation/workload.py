@@ -69,6 +69,8 @@ class WorkloadOptions:
     max_turns: int = 1000
     max_response_tokens: int = 1 << 30
     turns_scale: float = 1.0
+    turns_spread: float = 1.0
+    """Exponent on a trajectory's turns around their median: above 1, long trajectories are longer still."""
     first_prompt_scale: float = 1.0
     prompt_scale: float = 1.0
     response_scale: float = 1.0
@@ -84,7 +86,15 @@ class WorkloadOptions:
         for name in ("max_context_tokens", "max_turns", "max_response_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"workload: {name} = {getattr(self, name)} must be at least 1")
-        for name in ("turns_scale", "first_prompt_scale", "prompt_scale", "response_scale", "tool_scale", "reset_s"):
+        for name in (
+            "turns_scale",
+            "turns_spread",
+            "first_prompt_scale",
+            "prompt_scale",
+            "response_scale",
+            "tool_scale",
+            "reset_s",
+        ):
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"workload: {name} = {value} must be a number of at least 0")
@@ -113,18 +123,23 @@ class ModelWorkload:
         first, turns = self._model.trajectory(shared, own)
         options = self._options
         reward = 1.0 if own.random() < 0.5 else 0.0
+        count = _turn_count(len(turns), self._model.turns.at(0.0), options)
         sized = [
             (round(new * options.prompt_scale), round(response * options.response_scale), tool_s * options.tool_scale)
-            for new, response, tool_s in _stretched(turns, options.turns_scale)
+            for new, response, tool_s in _stretched(turns, count)
         ]
         if sized:
             sized[0] = (round(first * options.first_prompt_scale), *sized[0][1:])
         return fitted(sized, options, root=f"task {task.id}", reward=reward)
 
 
-def _stretched(turns: Sequence[tuple[int, int, float]], scale: float) -> list[tuple[int, int, float]]:
-    """`scale` times as many turns: repeated from the second on, or cut."""
-    count = max(1, round(len(turns) * scale))
+def _turn_count(turns: int, median: float, options: WorkloadOptions) -> int:
+    stretched: float = options.turns_scale * median * (turns / median) ** options.turns_spread
+    return max(1, round(stretched))
+
+
+def _stretched(turns: Sequence[tuple[int, int, float]], count: int) -> list[tuple[int, int, float]]:
+    """`count` turns: repeated from the second on, or cut."""
     stretched = list(turns[:count])
     rest = turns[1:] or turns
     while len(stretched) < count:

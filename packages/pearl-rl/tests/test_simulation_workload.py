@@ -1,0 +1,218 @@
+"""Workloads: marginals and dependence are reproduced, scripts fit their limits, recordings are replayed exactly."""
+
+import gzip
+import json
+import random
+from statistics import fmean, median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pearl_rl.errors import SettingsError
+from pearl_rl.rollout.environments.protocol import Task
+from pearl_rl.simulation.batch_run import WorkerModel, run_batch
+from pearl_rl.simulation.cluster import SimulatedCluster, simulate
+from pearl_rl.simulation.scenario import scenario_from
+from pearl_rl.simulation.sources import run_scripts, session_scripts
+from pearl_rl.simulation.turn_model import (
+    BUNDLED,
+    Marginal,
+    bundled_turn_model,
+    fit_turn_model,
+    turn_model_from_json,
+    turn_model_to_json,
+)
+from pearl_rl.simulation.workload import ModelWorkload, ScriptedWorkload, WorkloadOptions, fitted
+from pearl_state.configuration import Configuration
+
+
+def task(number=0) -> Task:
+    return Task(id=f"{number:06d}", seed=number, payload={})
+
+
+def draw(name, count):
+    model = bundled_turn_model(name)
+    return [model.trajectory(random.Random(f"t{i}"), random.Random(f"o{i}")) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "response", "prompt"),
+    # Medians and means of the tables that the models were fitted to.
+    [("swe", (16, 21.2), (77, 119), (90, 606)), ("webshop", (7, 6.9), (8, 15), (25, 43))],
+)
+def test_a_bundled_model_draws_what_it_was_fitted_to(name, turns, response, prompt) -> None:
+    drawn = draw(name, 1500)
+    counts = [len(t) for _, t in drawn]
+    responses = [r for _, t in drawn for _, r, _ in t]
+    prompts = [p for _, t in drawn for p, _, _ in t[1:]]
+    assert median(counts) == pytest.approx(turns[0], rel=0.12)
+    assert fmean(counts) == pytest.approx(turns[1], rel=0.12)
+    assert median(responses) == pytest.approx(response[0], rel=0.25)
+    assert fmean(responses) == pytest.approx(response[1], rel=0.25)
+    assert fmean(prompts) == pytest.approx(prompt[1], rel=0.25)
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_models_say_what_they_rest_on_and_survive_json(name) -> None:
+    model = bundled_turn_model(name)
+    assert model.origin
+    assert turn_model_from_json(json.loads(json.dumps(turn_model_to_json(model)))) == model
+
+
+def test_a_fit_finds_the_dependence_that_its_sample_has() -> None:
+    source = bundled_turn_model("swe")
+    sample = []
+    for i in range(1200):
+        first, turns = source.trajectory(random.Random(f"t{i}"), random.Random(f"o{i}"))
+        sample.append([(first if k == 0 else p, r, tool) for k, (p, r, tool) in enumerate(turns)])
+    found = fit_turn_model("again", sample)
+    for name in ("response_share", "prompt_share", "tool_share"):
+        assert getattr(found, name) == pytest.approx(getattr(source, name), abs=0.08), name
+    for name in ("turns_response", "turns_prompt"):
+        assert getattr(found, name) == pytest.approx(getattr(source, name), abs=0.12), name
+    assert found.response_prompt == pytest.approx(source.response_prompt, abs=0.1)
+
+
+def test_long_trajectories_have_shorter_turns_and_a_task_is_shared() -> None:
+    drawn = draw("swe", 1500)
+    long_ = [fmean(r for _, r, _ in t) for _, t in drawn if len(t) > 35]
+    short = [fmean(r for _, r, _ in t) for _, t in drawn if len(t) < 15]
+    assert fmean(long_) < fmean(short)
+    model = bundled_turn_model("swe")
+    firsts = {model.trajectory(random.Random("same"), random.Random(i))[0] for i in range(8)}
+    assert len(firsts) == 1
+
+
+@given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=50), st.floats(-5, 5))
+def test_a_marginal_stays_within_its_sample(sample, score) -> None:
+    marginal = Marginal.of([sample], least=0.01)
+    assert min(sample) * 0.99 - 1e-4 <= marginal.at(score) <= max(sample) * 1.01 + 1e-4
+
+
+@given(
+    limit=st.integers(2, 5000),
+    turns=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900), st.floats(0, 9)), min_size=1, max_size=30),
+    retained=st.floats(0, 1),
+)
+@settings(max_examples=150)
+def test_a_script_never_exceeds_its_context(limit, turns, retained) -> None:
+    script = fitted(turns, WorkloadOptions(max_context_tokens=limit, retained_fraction=retained))
+    context = 0
+    for turn in script.turns:
+        context += turn.prompt_tokens
+        assert turn.response_tokens >= 1
+        assert context + turn.response_tokens <= limit
+        assert turn.retained_tokens <= turn.response_tokens
+        context += turn.retained_tokens
+
+
+def test_the_same_sample_has_the_same_script_and_scales_scale_it() -> None:
+    def scripts(**options):
+        workload = ModelWorkload(bundled_turn_model("swe"), WorkloadOptions(max_context_tokens=10**9, **options), 7)
+        return [workload.script(task(i // 16), i) for i in range(200)]
+
+    plain, again, longer = scripts(), scripts(), scripts(turns_scale=3.0, response_scale=2.0, tool_scale=0.5)
+    assert plain == again
+    assert fmean(len(s.turns) for s in longer) == pytest.approx(3 * fmean(len(s.turns) for s in plain), rel=0.02)
+    tools = [t.tool_s for s in plain for t in s.turns]
+    assert fmean(t.tool_s for s in longer for t in s.turns) == pytest.approx(0.5 * fmean(tools), rel=0.05)
+
+
+def test_a_wider_spread_makes_the_tail_longer_and_keeps_the_median() -> None:
+    def counts(spread):
+        options = WorkloadOptions(max_context_tokens=10**9, turns_spread=spread)
+        workload = ModelWorkload(bundled_turn_model("swe"), options, 1)
+        return [len(workload.script(task(i), i).turns) for i in range(600)]
+
+    narrow, wide = counts(1.0), counts(1.5)
+    assert median(wide) == pytest.approx(median(narrow), rel=0.1)
+    assert max(wide) > 1.5 * max(narrow)
+
+
+SESSIONS = """trace,turn,episode,kind,in_tokens,miss_tokens,out_tokens,gap_s,api_s
+1,0,0,u,1000,1000,50,0,7
+1,1,0,t,1300,300,60,12,9
+1,2,1,t,1200,100,70,900,9
+2,0,0,u,500,500,20,,1
+"""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sessions_are_replayed_turn_by_turn_with_capped_gaps(tmp_path, packed) -> None:
+    path = tmp_path / ("weka.csv.gz" if packed else "weka.csv")
+    if packed:
+        with gzip.open(path, "wt", encoding="utf-8") as file:
+            file.write(SESSIONS)
+    else:
+        path.write_text(SESSIONS, encoding="utf-8")
+    first, second = session_scripts(path, WorkloadOptions())
+    assert [(t.prompt_tokens, t.response_tokens, t.tool_s) for t in first.turns] == [
+        (1000, 50, 12.0),
+        (250, 60, 60.0),
+        (1, 70, 0.0),
+    ]
+    assert [(t.prompt_tokens, t.response_tokens) for t in second.turns] == [(500, 20)]
+
+
+def test_a_recorded_run_is_replayed_in_the_order_of_its_dispatch(tmp_path) -> None:
+    lines = [
+        {
+            "id": f"t{i:08d}",
+            "group": "g0",
+            "reward": i,
+            "turns": [{"prompt": [1] * (10 + i), "response": [2, 3], "environment_s": 0.5}],
+        }
+        for i in (1, 0)
+    ]
+    (tmp_path / "trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    scripts = list(run_scripts(tmp_path, WorkloadOptions()))
+    assert [s.turns[0].prompt_tokens for s in scripts] == [10, 11]
+    assert [s.reward for s in scripts] == [0.0, 1.0]
+    workload = ScriptedWorkload(scripts)
+    assert workload.script(task(), 3) == scripts[1]
+    scenario = scenario_from(
+        {
+            "workload": {"replay": str(tmp_path)},
+            "rollout": {"batch": 4, "group_size": 2},
+            "availability": {"trace": "none"},
+            "run": {"steps": 2},
+        }
+    )
+    result = simulate(scenario)
+    assert result.steps[0].generated_tokens == 8
+    with pytest.raises(SettingsError, match="has no trajectories"):
+        list(run_scripts(tmp_path / "none", WorkloadOptions()))
+
+
+def model_of(scenario) -> tuple[WorkerModel, SimulatedCluster]:
+    cluster = SimulatedCluster(scenario)
+    return cluster.worker_model(), cluster
+
+
+@pytest.mark.parametrize("configuration", ["4C", "2P2D"])
+def test_a_batch_alone_takes_what_it_takes_under_the_whole_control_plane(configuration) -> None:
+    scenario = scenario_from(
+        {
+            "cluster": {"reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
+            "availability": {"trace": "none"},
+            "policy": {"name": "static-pd", "configuration": configuration},
+            "run": {"steps": 1},
+        }
+    )
+    model, cluster = model_of(scenario)
+    scripts = [cluster.workload.script(task(i // 16), i) for i in range(64)]
+    alone = run_batch(
+        scripts, Configuration.parse(configuration), model, stable_fraction=cluster.workload.stable_fraction
+    )
+    whole = simulate(scenario)
+    assert alone.makespan_s == pytest.approx(whole.rollout_s, rel=0.05)
+    assert alone.generated_tokens == sum(s.response_tokens for s in scripts)
+
+
+def test_a_batch_needs_workers_and_trajectories() -> None:
+    model, cluster = model_of(scenario_from({}))
+    with pytest.raises(ValueError, match="at least one worker"):
+        run_batch([cluster.workload.script(task(), 0)], Configuration(), model)
+    with pytest.raises(ValueError, match="at least one trajectory"):
+        run_batch([], Configuration(colocated=1), model)
