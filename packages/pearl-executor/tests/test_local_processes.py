@@ -29,10 +29,17 @@ TARGETS = textwrap.dedent(
                 elif frame.head["op"] != "ignore":
                     channel.send({"re": frame.head["call"], **arguments, "env": os.environ.get("MARK")}, frame.body)
 
+    def await_parent(channel):
+        # Only what happens after the parent took the connection is the end of a child that was started.
+        select.select([channel], [], [])
+        channel.receive()
+
     def fail(channel, arguments):
+        await_parent(channel)
         raise ValueError("broken on purpose")
 
     def hush(channel, arguments):
+        await_parent(channel)
         os._exit(3)
     """
 )
@@ -93,9 +100,11 @@ def test_a_failure_is_told_by_the_last_line_of_its_log(tmp_path):
     async def main():
         async with fork_server(tmp_path) as forks:
             child = await forks.spawn("bad", "child_targets:fail", {})
+            child.channel.notify({"op": "go"})
             assert await child.exited == 1
             assert child.how_it_ended() == "exited with code 1: ValueError: broken on purpose"
             child = await forks.spawn("quiet", "child_targets:hush", {})
+            child.channel.notify({"op": "go"})
             assert await child.exited == 3
             assert child.how_it_ended() == "exited with code 3"
 
