@@ -148,6 +148,19 @@ def simulate(
 
 
 @app.command()
+def reproduce(
+    targets: Annotated[list[str] | None, typer.Argument(help="Targets like F5 or T2; default: all.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Short runs, only to see that everything works.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what the paper measured beside what the simulation gives."""
+    from pearl_rl.cli.reproduce import run_reproduction
+
+    raise typer.Exit(int(run_reproduction(targets or [], jobs=jobs, quick=quick, as_json=as_json)))
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run and how to get what is missing."""
     from pearl_rl.cli.doctor import examine

@@ -5,7 +5,7 @@ times faster. Trajectories stay where their prefix is unless that worker is much
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pearl_rl.simulation.engine import Engine, IterationCosts
@@ -46,6 +46,8 @@ class BatchOutcome:
     generated_tokens: int
     transferred_bytes: int
     retractions: int
+    decode_by_batch: Mapping[int, tuple[int, float]]
+    """Running sequences of a worker → decode iterations with so many, and their seconds, over all workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +99,11 @@ class _BatchRun:
             act(now_s)
         meters = [worker.engine.meter for worker in self.workers]
         totals = {name: sum(getattr(meter, name) for meter in meters) for name in COUNTERS}
+        by_batch: dict[int, tuple[int, float]] = {}
+        for meter in meters:
+            for size, (iterations, seconds) in meter.by_batch.items():
+                before = by_batch.get(size, (0, 0.0))
+                by_batch[size] = (before[0] + iterations, before[1] + seconds)
         return BatchOutcome(
             makespan_s=max(play.finished_s for play in self.plays),
             durations_s=tuple(play.finished_s for play in self.plays),
@@ -107,6 +114,7 @@ class _BatchRun:
             generated_tokens=totals["generated_tokens"],
             transferred_bytes=totals["transferred_bytes"],
             retractions=totals["retractions"],
+            decode_by_batch=by_batch,
         )
 
     # ---- time -------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class SimulatedCluster:
         state = self._initial_state()
         scheduler = ElasticScheduler(
             state,
-            executor=ElasticExecutor(runtime, trainer, weights, Limits()),
+            executor=ElasticExecutor(runtime, trainer, weights, Limits(), watch.on_action),
             routing=router,
             training=gate,
             returned=source.returned,
@@ -222,6 +222,7 @@ class SimulatedCluster:
             decisions=tuple(watch.decisions),
             rollout_gpu_s=watch.gpu_s,
             training_busy_s=trainer.busy_s,
+            reconfiguration_s={name: tuple(values) for name, values in watch.took.items()},
             origin=parameters.origin,
         )
 

@@ -36,6 +36,8 @@ class EngineMeter:
     decode_s: float = 0.0
     """Time in pure decode iterations, seconds."""
     transferred_bytes: int = 0
+    by_batch: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
+    """Running sequences → pure decode iterations with so many, and their time in seconds."""
     _decode: deque[DecodeSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _prefill: deque[PrefillSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _transfer: deque[TransferSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -54,6 +56,8 @@ class EngineMeter:
         self.decode_iterations += iterations
         self.generated_tokens += tokens
         self.decode_s += seconds
+        before = self.by_batch.get(sequences, (0, 0.0))
+        self.by_batch[sequences] = (before[0] + iterations, before[1] + seconds)
         self._decode.append(DecodeSample(sequences, iterations, seconds))
 
     def transferred(self, tokens: int, amount_bytes: int, seconds: float) -> None:

@@ -90,6 +90,8 @@ class SimulationResult:
     rollout_gpu_s: float = 0.0
     """GPU-seconds that rollout workers served or could have."""
     training_busy_s: float = 0.0
+    reconfiguration_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """`preparation`, `finalization`, `activation`, `deactivation` → how long each took, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -138,6 +140,7 @@ class SimulationResult:
             "training_busy_s": self.training_busy_s,
             "counts": asdict(self.counts),
             "engines": asdict(self.engines),
+            "reconfiguration_mean_s": {name: fmean(values) for name, values in self.reconfiguration_s.items()},
         }
         if full:
             brief["step_records"] = [asdict(step) for step in self.steps]

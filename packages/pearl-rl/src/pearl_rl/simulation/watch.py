@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from pearl_executor.calls import Action
 from pearl_planner.elastic import ElasticState
 from pearl_planner.reconcile import current_configuration
 from pearl_rl.control.prediction import StepPrediction
@@ -9,12 +10,12 @@ from pearl_rl.observer import StepRecord
 from pearl_rl.simulation.outcome import DecisionRecord, Interval
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision
-from pearl_state.effects import Effect, GroupKind, PrepareGroup, RecordDecision
-from pearl_state.events import Event, GpusReclaimed, RolloutBegan, TrainingResumed
+from pearl_state.effects import Effect, GroupKind, PrepareGroup, RecordDecision, ReleaseTraining
+from pearl_state.events import Event, GpusReclaimed, RolloutBegan, TrainingRequested, TrainingResumed
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Mode, Role, Zone
 from pearl_state.table import WorkerTable
-from pearl_state.worker import WorkerId
+from pearl_state.worker import Worker, WorkerId
 
 
 class Watch:
@@ -29,6 +30,11 @@ class Watch:
         self.expansions = self.reclaims = self.borrows = self.returns = 0
         self.mode_switches = self.ratio_switches = 0
         self.gpu_s = 0.0
+        self.took: dict[str, list[float]] = {}
+        """Reconfiguration → how long each took, seconds (PEARL Table 3)."""
+        self._starting: set[tuple[WorkerId, int]] = set()
+        self._releasing_s: float | None = None
+        self._returning_s: float | None = None
         self._makespan_s = makespan_s
         self._now_s = now_s
         self._prediction = StepPrediction()
@@ -50,16 +56,45 @@ class Watch:
         for effect in effects:
             if isinstance(effect, RecordDecision):
                 self._decided(effect)
+            elif isinstance(effect, ReleaseTraining):
+                self._releasing_s = self._now_s()
             elif isinstance(effect, PrepareGroup):
                 self._awaited[frozenset(w.id for w in effect.workers)] = effect.kind
         if isinstance(event, GpusReclaimed):
             self.reclaims += 1
+        elif isinstance(event, TrainingRequested) and any(row.zone is Zone.OVERLAP for row in self._active()):
+            self._returning_s = self._now_s()
         elif isinstance(event, TrainingResumed) and event.failed is None:
             self.returns += 1
+            if self._returning_s is not None:
+                self._took("deactivation", self._now_s() - self._returning_s)
+                self._returning_s = None
         if state.table is not self._table:
             self._table = state.table
             self._follow(state)
         self._predict(event, state)
+
+    def on_action(self, action: Action) -> None:
+        """`on_action` of the executors: what an expansion takes."""
+        if action.failed is not None or action.duration_s <= 0 or action.worker is None or self._table is None:
+            return
+        row = self._table.rows.get(action.worker)
+        if row is None or row.zone is not Zone.DEDICATED:
+            return
+        process = (action.worker, action.incarnation)
+        if action.name == "start":
+            self._took("preparation", action.duration_s)
+            self._starting.add(process)
+        elif action.name == "load_weights" and process in self._starting:
+            self._took("finalization", action.duration_s)
+            self._starting.discard(process)
+
+    def _took(self, name: str, seconds: float) -> None:
+        self.took.setdefault(name, []).append(seconds)
+
+    def _active(self) -> list[Worker]:
+        table = self._table
+        return [] if table is None else [table.rows[id_] for id_ in table.active()]
 
     def _decided(self, effect: RecordDecision) -> None:
         decision = effect.decision
@@ -110,7 +145,10 @@ class Watch:
         for ids, kind in list(self._awaited.items()):
             states = [table.rows[id_].lifecycle for id_ in ids if id_ in table.rows]
             if states and all(state is Lifecycle.ACTIVE for state in states):
-                self.borrows += kind is GroupKind.BORROW
+                if kind is GroupKind.BORROW:
+                    self.borrows += 1
+                    if self._releasing_s is not None:
+                        self._took("activation", self._now_s() - self._releasing_s)
                 self.expansions += kind is GroupKind.EXPANSION
                 del self._awaited[ids]
             elif all(state in (Lifecycle.VACANT, Lifecycle.RELEASED, Lifecycle.RETIRED) for state in states):

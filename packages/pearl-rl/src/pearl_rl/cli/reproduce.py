@@ -1,0 +1,60 @@
+"""`pearl-rl reproduce`: what the paper measured, beside what the simulation gives."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pearl_rl.errors import CommandError, ExitCode
+
+if TYPE_CHECKING:
+    from pearl_rl.simulation.experiments.targets import TargetRow
+
+_MOST_JOBS = 256
+
+
+def run_reproduction(targets: Sequence[str], *, jobs: int = 1, quick: bool = False, as_json: bool = False) -> ExitCode:
+    """Print every row of the targets. Raises `CommandError` for an unknown target."""
+    from pearl_rl.simulation.experiments.bench import Bench
+    from pearl_rl.simulation.experiments.registry import reproduce
+
+    if not 1 <= jobs <= _MOST_JOBS:
+        raise CommandError(f"--jobs {jobs}: must be from 1 to {_MOST_JOBS}")
+    shown = sys.stderr.isatty()
+
+    def progress(done: int, of: int) -> None:
+        if shown:
+            print(f"\r{done} of {of} simulations", end="" if done < of else "\r\033[K", file=sys.stderr, flush=True)
+
+    rows = reproduce(targets, Bench(jobs, progress), quick=quick)
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows], allow_nan=False))
+    else:
+        _print_table(rows)
+    return ExitCode.OK
+
+
+def _print_table(rows: "Sequence[TargetRow]") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from pearl_rl.simulation.experiments.targets import summary
+
+    console = Console(highlight=False)
+    console.width = max(console.width, 120)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("target", "what", "use", "paper", "ours", "error", "ok"):
+        table.add_column(name, justify="right" if name in ("paper", "ours", "error") else "left")
+    for row in rows:
+        error = ""
+        if row.error is not None:
+            error = f"{row.error:+.1f} points" if row.unit == "points" else f"{row.error:+.1%}"
+        paper = f"> {_text(row.paper)}" if row.at_least else _text(row.paper)
+        table.add_row(row.id, row.name, row.use, paper, _text(row.ours), error, "yes" if row.ok else "no")
+    console.print(table)
+    console.print(summary(rows))
+
+
+def _text(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

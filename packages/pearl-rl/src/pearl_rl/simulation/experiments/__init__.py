@@ -1,0 +1,1 @@
+"""What the papers measured, reproduced in simulation: one module for each figure or table."""

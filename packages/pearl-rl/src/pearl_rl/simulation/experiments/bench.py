@@ -1,0 +1,149 @@
+"""Runs the simulations that experiments ask for, each once, on one or several processes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from statistics import fmean
+
+from pearl_rl.rollout.environments.protocol import Task
+from pearl_rl.simulation.batch_run import BatchOutcome, run_batch
+from pearl_rl.simulation.cluster import SimulatedCluster, simulate
+from pearl_rl.simulation.outcome import SimulationResult
+from pearl_rl.simulation.scenario import Scenario, scenario_from
+from pearl_rl.simulation.workload import Script
+from pearl_state.configuration import Configuration
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """A whole simulation."""
+
+    scenario: Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """`batches` batches of a scenario's workload, each under one configuration; `alone`: each trajectory by itself."""
+
+    scenario: Scenario
+    configuration: str
+    batches: int
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSummary:
+    """Means over the batches of a `BatchJob`."""
+
+    makespan_s: float
+    trajectory_s: float
+    prefill_share_time: float
+    prefill_share_tokens: float
+    """Part of computed tokens that prefill computed."""
+    decode_tokens_per_s: float
+    """Of one worker between insertions, in iterations with at least half of an even share of the batch."""
+
+
+Job = ClusterJob | BatchJob
+Outcome = SimulationResult | BatchSummary
+
+
+def run_job(job: Job) -> Outcome:
+    """Run one job."""
+    return simulate(job.scenario) if isinstance(job, ClusterJob) else _batches(job)
+
+
+class Bench:
+    """Results by job. `prepare` runs many at once; `get` runs what is missing."""
+
+    def __init__(self, jobs: int = 1, on_done: Callable[[int, int], None] = lambda _done, _of: None) -> None:
+        self._processes = jobs
+        self._on_done = on_done
+        self._results: dict[Job, Outcome] = {}
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Run all that are missing."""
+        missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
+        if self._processes > 1 and len(missing) > 1:
+            with ProcessPoolExecutor(self._processes, mp_context=get_context("spawn")) as pool:
+                for number, (job, outcome) in enumerate(zip(missing, pool.map(run_job, missing), strict=True), 1):
+                    self._results[job] = outcome
+                    self._on_done(number, len(missing))
+            return
+        for number, job in enumerate(missing, 1):
+            self._results[job] = run_job(job)
+            self._on_done(number, len(missing))
+
+    def cluster(self, scenario: Scenario) -> SimulationResult:
+        """The result of a whole simulation."""
+        outcome = self._get(ClusterJob(scenario))
+        assert isinstance(outcome, SimulationResult)
+        return outcome
+
+    def batches(self, job: BatchJob) -> BatchSummary:
+        """The result of batches alone."""
+        outcome = self._get(job)
+        assert isinstance(outcome, BatchSummary)
+        return outcome
+
+    def _get(self, job: Job) -> Outcome:
+        if job not in self._results:
+            self._results[job] = run_job(job)
+        return self._results[job]
+
+
+def variant(base: Mapping[str, Mapping[str, object] | str | int], **sections: Mapping[str, object] | str) -> Scenario:
+    """A scenario with sections laid over those of `base`."""
+    document: dict[str, object] = dict(base)
+    for name, values in sections.items():
+        before = document.get(name, {})
+        document[name] = {**before, **values} if isinstance(values, Mapping) and isinstance(before, Mapping) else values
+    return scenario_from(document)
+
+
+@cache
+def _cluster(scenario: Scenario) -> SimulatedCluster:
+    return SimulatedCluster(scenario)
+
+
+def batch_scripts(cluster: SimulatedCluster, batches: int) -> list[list[Script]]:
+    """The scripts of the first batches of a scenario, as its pipeline would number them."""
+    rollout = cluster.scenario.rollout
+    return [
+        [
+            cluster.workload.script(Task(id=f"{n // rollout.group_size:06d}", seed=0, payload={}), n)
+            for n in range(batch * rollout.batch, (batch + 1) * rollout.batch)
+        ]
+        for batch in range(batches)
+    ]
+
+
+def _batches(job: BatchJob) -> BatchSummary:
+    cluster = _cluster(job.scenario)
+    configuration = Configuration.parse(job.configuration)
+    sets = batch_scripts(cluster, job.batches)
+    if job.alone:
+        sets = [[script] for scripts in sets for script in scripts]
+    model, stable = cluster.worker_model(), cluster.workload.stable_fraction
+    outcomes = [run_batch(scripts, configuration, model, stable_fraction=stable) for scripts in sets]
+    prefill_s, decode_s = sum(o.prefill_s for o in outcomes), sum(o.decode_s for o in outcomes)
+    computed, generated = sum(o.prefill_tokens for o in outcomes), sum(o.generated_tokens for o in outcomes)
+    return BatchSummary(
+        makespan_s=fmean([o.makespan_s for o in outcomes]),
+        trajectory_s=fmean([d for o in outcomes for d in o.durations_s]),
+        prefill_share_time=prefill_s / (prefill_s + decode_s),
+        prefill_share_tokens=computed / (computed + generated),
+        decode_tokens_per_s=_decode_rate(outcomes, len(sets[0]) / configuration.workers),
+    )
+
+
+def _decode_rate(outcomes: Sequence[BatchOutcome], share: float) -> float:
+    tokens, seconds = 0, 0.0
+    for outcome in outcomes:
+        for size, (iterations, took_s) in outcome.decode_by_batch.items():
+            if size >= share / 2:
+                tokens += size * iterations
+                seconds += took_s
+    return tokens / seconds if seconds else 0.0

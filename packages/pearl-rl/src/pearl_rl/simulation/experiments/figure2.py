@@ -1,0 +1,118 @@
+"""PEARL Figure 2: diminishing returns of data parallelism (a), interference (b), and modes by batch size (c)."""
+
+from collections.abc import Iterable
+
+from pearl_rl.simulation.experiments.bench import BatchJob, Bench, ClusterJob, Job, variant
+from pearl_rl.simulation.experiments.targets import TargetRow, gain
+from pearl_rl.simulation.scenario import Scenario
+
+_FIXED = {"availability": {"trace": "none"}}
+_POOLS = (16, 24, 32)
+_BATCHES_C = (32, 48, 64, 80, 96)
+_WORKERS_C = 8
+_MOE = "qwen3-30b-a3b"
+
+
+class Figure2a:
+    """Qwen3-8B, 8 training GPUs, RLBoost+ on fixed pools. For calibration."""
+
+    id = "F2a"
+
+    def __init__(self, steps: int = 8, batches: int = 8) -> None:
+        self._steps = steps
+        self._batches = batches
+
+    def _scenario(self, gpus: int) -> Scenario:
+        cluster = {"training_gpus": 8, "reserved_rollout_gpus": gpus, "max_preemptible_gpus": 0}
+        policy = {"name": "rlboost"}
+        return variant(_FIXED, name=f"fixed-{gpus}", cluster=cluster, policy=policy, run={"steps": self._steps})
+
+    def _alone(self) -> BatchJob:
+        return BatchJob(self._scenario(_POOLS[0]), "1C", self._batches, alone=True)
+
+    def jobs(self) -> list[Job]:
+        """What must be run."""
+        return [*(ClusterJob(self._scenario(gpus)) for gpus in _POOLS), self._alone()]
+
+    def rows(self, bench: Bench) -> Iterable[TargetRow]:
+        """Paper and ours."""
+        runs = {gpus: bench.cluster(self._scenario(gpus)) for gpus in _POOLS}
+        first, second, third = (runs[gpus].rollout_s for gpus in _POOLS)
+
+        def row(name: str, paper: float, ours: float, *, points: bool = False) -> TargetRow:
+            unit = "points" if points else "value"
+            return TargetRow(id=self.id, name=name, use="calibrate", paper=paper, ours=ours, unit=unit)  # type: ignore[arg-type]
+
+        yield row("rollout time saved from 16 to 24 GPUs, % of 16", 10.3, 100 * (1 - second / first), points=True)
+        yield row("rollout time saved from 24 to 32 GPUs, % of 16", 8.9, 100 * (second - third) / first, points=True)
+        yield row("rollout over training time, 16 GPUs", 5.7, first / runs[16].training_s)
+        yield row("rollout over training time, 32 GPUs", 4.6, third / runs[32].training_s)
+        yield row("training time of a batch on 8 GPUs, s", 163.8, runs[16].training_s)
+        yield row("mean trajectory alone on a worker, s", 216.3, bench.batches(self._alone()).trajectory_s)
+
+
+class Figure2b:
+    """Qwen3-30B-A3B colocated on 8 workers: prefill against decode. For calibration."""
+
+    id = "F2b"
+
+    def __init__(self, batches: int = 6) -> None:
+        scenario = variant(_FIXED, name="interference", model=_MOE)
+        self._job = BatchJob(scenario, f"{_WORKERS_C}C", batches)
+
+    def jobs(self) -> list[Job]:
+        """What must be run."""
+        return [self._job]
+
+    def rows(self, bench: Bench) -> Iterable[TargetRow]:
+        """Paper and ours."""
+        found = bench.batches(self._job)
+        tp = self._job.scenario.tp
+
+        def row(name: str, paper: float, ours: float) -> TargetRow:
+            return TargetRow(id=self.id, name=name, use="calibrate", paper=paper, ours=ours)
+
+        yield row("decode between insertions, tokens/s a GPU", 400.0, found.decode_tokens_per_s / tp)
+        yield row("prefill's part of computed tokens", 0.9668, found.prefill_share_tokens)
+        yield row("prefill's part of the time", 0.2648, found.prefill_share_time)
+
+
+class Figure2c:
+    """Qwen3-30B-A3B, 8 workers: the best ratio against colocation, by batch size."""
+
+    id = "F2c"
+
+    def __init__(self, batches: int = 8) -> None:
+        self._batches = batches
+
+    def _job(self, batch: int, configuration: str) -> BatchJob:
+        scenario = variant(_FIXED, name=f"batch-{batch}", model=_MOE, rollout={"batch": batch})
+        return BatchJob(scenario, configuration, self._batches)
+
+    def _configurations(self) -> list[str]:
+        return [f"{p}P{_WORKERS_C - p}D" for p in range(1, _WORKERS_C)]
+
+    def jobs(self) -> list[Job]:
+        """What must be run."""
+        choices = [f"{_WORKERS_C}C", *self._configurations()]
+        return [self._job(batch, choice) for batch in _BATCHES_C for choice in choices]
+
+    def rows(self, bench: Bench) -> Iterable[TargetRow]:
+        """Paper and ours."""
+
+        def best(batch: int) -> tuple[float, str]:
+            return min((bench.batches(self._job(batch, c)).makespan_s, c) for c in self._configurations())
+
+        for batch, paper in ((32, 9.7), (80, 1.4), (96, -6.1)):
+            colocated = bench.batches(self._job(batch, f"{_WORKERS_C}C")).makespan_s
+            yield TargetRow(
+                id=self.id,
+                name=f"best disaggregated over colocated throughput, batch {batch}, %",
+                use="predict",
+                paper=paper,
+                ours=gain(colocated, best(batch)[0]),
+                unit="points",
+            )
+        for batch, ratio in ((48, "4P4D"), (64, "5P3D")):
+            name = f"best ratio of 8 workers, batch {batch}"
+            yield TargetRow(id=self.id, name=name, use="predict", paper=ratio, ours=best(batch)[1], unit="text")

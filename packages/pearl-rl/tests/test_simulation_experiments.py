@@ -1,0 +1,132 @@
+"""Reproduction rows: tolerances as stated, every experiment yields rows for what it ran, the command prints them."""
+
+import json
+
+import pytest
+
+from pearl_rl.cli.app import app
+from pearl_rl.simulation.experiments.bench import BatchJob, Bench, ClusterJob, variant
+from pearl_rl.simulation.experiments.registry import EXPERIMENTS, QUICK, reproduce
+from pearl_rl.simulation.experiments.tables import usual_choice
+from pearl_rl.simulation.experiments.targets import TargetRow, summary
+from pearl_rl.simulation.outcome import SimulationResult
+
+
+def row(use="predict", paper=10.0, ours=10.0, unit="points", **options) -> TargetRow:
+    return TargetRow(id="F0", name="x", use=use, paper=paper, ours=ours, unit=unit, **options)
+
+
+@pytest.mark.parametrize(
+    ("case", "ok"),
+    [
+        (row(paper=5.0, ours=14.9), True),
+        (row(paper=5.0, ours=15.1), False),
+        (row(paper=5.0, ours=-1.0), False),
+        (row(paper=-6.1, ours=-0.1), True),
+        (row(paper=2.0, ours=2.29, unit="ratio"), True),
+        (row(paper=2.0, ours=2.31, unit="ratio"), False),
+        (row("calibrate", paper=100.0, ours=104.9, unit="value"), True),
+        (row("calibrate", paper=100.0, ours=105.1, unit="value"), False),
+        (row("calibrate", paper=10.0, ours=14.9), True),
+        (row("calibrate", paper=10.0, ours=15.1), False),
+        (row(paper="2P3D", ours="2P3D", unit="text"), True),
+        (row(paper="2P3D", ours="3P2D", unit="text"), False),
+        (row(paper=1.0, ours=1.01, unit="ratio", at_least=True), True),
+        (row(paper=1.0, ours=0.99, unit="ratio", at_least=True), False),
+    ],
+)
+def test_a_row_is_met_within_its_tolerance_and_with_the_papers_sign(case, ok) -> None:
+    assert case.ok is ok
+
+
+def test_errors_are_relative_or_in_points() -> None:
+    assert row(paper=10.0, ours=12.0).error == 2.0
+    assert row(paper=10.0, ours=12.0, unit="ratio").error == pytest.approx(0.2)
+    assert row(paper="a", ours="b", unit="text").error is None
+    assert summary([row(), row("calibrate", ours=90.0)]) == "calibrate: 0 of 1 met, predict: 1 of 1 met"
+
+
+def test_a_bench_runs_each_job_once_and_in_any_number_of_processes_the_same() -> None:
+    scenario = variant(
+        {"availability": {"trace": "none"}},
+        rollout={"batch": 8, "group_size": 4},
+        run={"steps": 1},
+        workload={"max_turns": 4},
+    )
+    jobs = [ClusterJob(scenario), BatchJob(scenario, "2C", 1), BatchJob(scenario, "1P1D", 1)]
+    done = []
+    alone, together = Bench(1, lambda *of: done.append(of)), Bench(2)
+    alone.prepare([*jobs, *jobs])
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    together.prepare(jobs)
+    assert together.batches(jobs[1]) == alone.batches(jobs[1])
+    assert together.cluster(scenario).to_json() == alone.cluster(scenario).to_json()
+
+
+class Recorded(Bench):
+    """Gives made-up results of the right kind, so that rows can be looked at without running anything for long."""
+
+    def cluster(self, scenario) -> SimulationResult:
+        self.asked.add(ClusterJob(scenario))
+        return self.result
+
+    def batches(self, job):
+        self.asked.add(job)
+        return self.batch
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    bench = Recorded()
+    bench.asked = set()
+    scenario = variant({}, policy={"name": "pearl-ungated"}, run={"duration_s": 1500.0})
+    bench.result = Bench().cluster(scenario)
+    bench.batch = Bench().batches(BatchJob(scenario, "2C", 1))
+    return bench
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_asks_for_what_it_reads_and_makes_rows(name, recorded) -> None:
+    experiment = EXPERIMENTS[name]()
+    recorded.asked.clear()
+    rows = list(experiment.rows(recorded))
+    assert recorded.asked <= set(experiment.jobs())
+    assert rows
+    assert all(r.id == name and r.use in ("calibrate", "predict") for r in rows)
+    assert len({r.name for r in rows}) == len(rows)
+    json.dumps([r.to_json() for r in rows], allow_nan=False)
+
+
+def test_the_quick_set_covers_all_targets() -> None:
+    assert QUICK.keys() == EXPERIMENTS.keys()
+
+
+def test_reconfigurations_take_what_table_3_says() -> None:
+    assert all(r.ok for r in reproduce(["t3"], Bench()))
+
+
+def test_the_usual_choice_is_the_most_frequent_one_of_that_size(recorded) -> None:
+    result = recorded.result
+    sizes = {
+        sum(map(int, d.selected.replace("P", " ").replace("D", " ").replace("C", " ").split()))
+        for d in result.decisions
+    }
+    for size in sizes:
+        assert usual_choice(result, size)
+    assert usual_choice(result, 10_000) == ""
+
+
+def test_the_command_prints_rows_and_refuses_unknown_targets(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["reproduce", "R", "F2b", "--quick", "--json"])
+    assert ended.value.code == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {r["id"] for r in rows} == {"R", "F2b"}
+    assert set(rows[0]) >= {"id", "name", "use", "paper", "ours", "error", "ok"}
+    with pytest.raises(SystemExit):
+        app(["reproduce", "R", "--quick"])
+    assert "calibrate" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        app(["reproduce", "F99"])
+    assert ended.value.code == 2
+    assert "no target 'F99'" in capsys.readouterr().err
