@@ -21,11 +21,13 @@ def group_prepared(state: ElasticState, event: events.GroupPrepared) -> Step:
     state = replace(state, groups={id_: g for id_, g in state.groups.items() if id_ != event.plan_id})
     # A worker may have been reported lost while the rest of its group came up.
     lost = group.workers & state.lost
+    # A first borrow also starts processes; what recurs is a resume.
+    resumed = all(state.table.rows[id_].lifecycle is Lifecycle.RESUMING for id_ in group.workers)
     up = [id_ for id_ in sorted(group.workers - lost) if state.table.rows[id_].lifecycle in _PREPARING]
     table = state.table.move(up, Lifecycle.PENDING_WEIGHTS).move(sorted(lost), Lifecycle.FAILED)
     for id_ in up:
         table = table.report(id_, event.reported[id_])
-    if group.kind is GroupKind.BORROW:
+    if group.kind is GroupKind.BORROW and resumed:
         state = replace(state, toggle_costs=state.toggle_costs.observe_activation(event.duration_s))
     state = replace(state, table=table, lost=state.lost - lost)
     return state, (CleanWorkers(workers=rows(state, tuple(sorted(lost)))),) if lost else ()

@@ -21,6 +21,9 @@ from pearl_telemetry.window import SampleWindow
 _STEPS: Final = 8
 """Newest steps of each mode that its cost per turn is fitted to."""
 
+_MEMORY: Final = 20
+"""Steps after which a mode's measured cost per turn is forgotten."""
+
 
 class StepSegments:
     """The configurations that one step runs under, and for how long. Times are on the run's clock, seconds."""
@@ -84,7 +87,8 @@ class Refit:
         self._window = SampleWindow()
         self._finished = asyncio.Event()
         self._step = StepSegments()
-        self._steps: dict[Mode, deque[StepMeasurement]] = {mode: deque(maxlen=_STEPS) for mode in Mode}
+        self._steps: dict[Mode, deque[tuple[int, StepMeasurement]]] = {mode: deque(maxlen=_STEPS) for mode in Mode}
+        self._newest = 0
         self.fit: PlatformFit | None = None
         """The newest fit; None before the first."""
 
@@ -108,7 +112,8 @@ class Refit:
         if sum(seconds for _, seconds in segments) > 0.9 * makespan_s:
             measured = StepMeasurement(segments=segments)
             if measured.mode is not None:
-                self._steps[measured.mode].append(measured)
+                self._steps[measured.mode].append((step, measured))
+        self._newest = step
         self._finished.set()
 
     def follow(self, event: Event, table: WorkerTable) -> None:
@@ -146,8 +151,10 @@ class Refit:
             transfer=self._window.transfer,
             prior=self._prior,
         )
-        # Each mode's own newest steps: what one mode costs is not forgotten while the other runs.
-        steps = [step for kept in self._steps.values() for step in kept]
+        # Each mode's own newest steps: what one mode costs is remembered while the other runs, but not for ever, since
+        # a mode that looked bad once would never be tried again.
+        recent = self._newest - _MEMORY
+        steps = [measured for kept in self._steps.values() for step, measured in kept if step > recent]
         fitted = fit_overhead(steps, workload=workload, platform=self.fit.profile)
         now_s = asyncio.get_running_loop().time()
         calibrated = self.fit.calibrated
