@@ -8,7 +8,8 @@ Each run is `pearl-rl train` with the learning rate 0, so that the workload stay
 - the predicted against the measured step time;
 - for each pair of runs the predicted and the measured speed-up.
 
-A step's predicted time comes from the model as it was fitted in that same run; steps before the first fit are left out.
+A step's predicted time comes from the model as it was fitted in that same run before the step; steps before the first
+fit are left out. "Foreseen" is what the planner, in the run of the chosen configuration, said of the others.
 """
 
 import argparse
@@ -31,7 +32,8 @@ class Run:
     measured_s: list[float]
     predicted_s: list[float]
     fitted: dict[str, float]
-    summary: dict
+    table: dict[str, float]
+    """Configuration → makespan by the planner's last decision of the run, seconds."""
 
     @property
     def error(self) -> float:
@@ -54,7 +56,7 @@ def train(seed: int, steps: int, settings: dict[str, object]) -> Run:
         return Run(
             *_steps(folder / "decisions.jsonl"),
             fitted=_fitted(folder / "events.jsonl"),
-            summary=json.loads(done.stdout.splitlines()[-1]),
+            table=_table(folder / "decisions.jsonl"),
         )
 
 
@@ -65,6 +67,11 @@ def _lines(path: Path) -> list[dict]:
 def _steps(path: Path) -> tuple[list[float], list[float]]:
     steps = [line for line in _lines(path) if "measured_s" in line]
     return [s["measured_s"] for s in steps], [s["predicted_s"] for s in steps]
+
+
+def _table(path: Path) -> dict[str, float]:
+    decisions = [line["decision"] for line in _lines(path) if line.get("gate") is None and "decision" in line]
+    return {c["configuration"]: c["makespan_s"] for c in decisions[-1]["candidates"]}
 
 
 def _fitted(path: Path) -> dict[str, float]:
@@ -148,6 +155,11 @@ def _speedups(runs: dict[str, list[Run]]) -> dict[str, dict[str, float]]:
     for name, (slow, fast) in pairs.items():
         predicted, measured = speedup(slow, fast)
         out[name] = {"predicted": predicted, "measured": measured, "difference": measured - predicted}
+    for name in CONFIGURATIONS:
+        # What the planner said of the others before anybody ran them.
+        best = [min(run.table.values()) for run in chosen]
+        foreseen = statistics.mean(run.table[name] / b for run, b in zip(chosen, best, strict=True))
+        out[f"chosen against {name}"]["foreseen"] = foreseen
     return out
 
 
@@ -158,9 +170,10 @@ def _print(report: dict) -> None:
     print("\nstep time                median |predicted - measured| / measured")
     for name, error in report["step_time"].items():
         print(f"{name:<24} {error:>6.1%}")
-    print("\nspeed-up                        predicted  measured  difference")
+    print("\nspeed-up                        predicted  measured  difference  foreseen in the run of the chosen one")
     for name, row in report["speedups"].items():
-        print(f"{name:<32} {row['predicted']:>8.2f}x {row['measured']:>8.2f}x {row['difference']:>+10.0%}")
+        foreseen = f"{row['foreseen']:>8.2f}x" if "foreseen" in row else ""
+        print(f"{name:<32} {row['predicted']:>8.2f}x {row['measured']:>8.2f}x {row['difference']:>+10.0%}  {foreseen}")
 
 
 if __name__ == "__main__":
