@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pearl_executor.calls import Action
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.ports import WeightSnapshot, WorkerError
 from pearl_executor.runtimes.local.hosting import torch_recipe
@@ -22,7 +23,7 @@ from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import CommandError, ExitCode
-from pearl_rl.observer import Observer, StepRecord
+from pearl_rl.observer import Observer, Observers, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import TextAgent
 from pearl_rl.rollout.batch_rollout import UnplayableTasksError
 from pearl_rl.rollout.buffer import RefillsExhaustedError
@@ -46,6 +47,7 @@ from pearl_state.events import Event, GroupFailed, WorkerFailed
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.trajectory import Trajectory
 from pearl_state.worker import Worker, WorkerId
+from pearl_telemetry.instruments import Instruments
 
 _FIRST_STEPS = 10
 
@@ -112,11 +114,10 @@ class _Trainer:
         return _Update(result.version, result.snapshot, metrics, result.duration_s)
 
 
-class _Journal:
-    """Observer that passes everything on, keeps each step's figures, and sums them up."""
+class _Figures(SilentObserver):
+    """Keeps each step's figures in the run folder, and sums them up."""
 
-    def __init__(self, inner: Observer, folder: RunFolder) -> None:
-        self._inner = inner
+    def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self.rewards: list[float] = []
         self.tokens = 0
@@ -125,10 +126,6 @@ class _Journal:
         self._folder.record_step(record)
         self.rewards.append(record.reward_mean)
         self.tokens += record.generated_tokens + record.trained_tokens
-        self._inner.on_step(record)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 class _Run:
@@ -137,7 +134,9 @@ class _Run:
     def __init__(self, settings: Settings, folder: RunFolder, observer: Observer) -> None:
         self._settings = settings
         self._folder = folder
-        self._observer = _Journal(observer, folder)
+        self._figures = _Figures(folder)
+        self._instruments = Instruments()
+        self._observer = Observers(observer, self._figures, self._instruments)
 
     async def build(self, stack: AsyncExitStack) -> None:
         """Start the processes and wire the parts. What was started is stopped by `stack`, in reverse order."""
@@ -238,7 +237,9 @@ class _Run:
             toggle_costs=parts.toggle_costs(settings),
         )
         self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time)
-        executor = ElasticExecutor(runtime, self._trainer, self._weights, parts.limits(settings))
+        executor = ElasticExecutor(
+            runtime, self._trainer, self._weights, parts.limits(settings), on_action=self._on_action
+        )
         self._scheduler = ElasticScheduler(
             state,
             executor=executor,
@@ -320,6 +321,9 @@ class _Run:
         # In a thread: it copies and flushes whole weights.
         await asyncio.to_thread(self._weights.publish, snapshot.version, snapshot.uri, snapshot.checksum)
 
+    def _on_action(self, action: Action) -> None:
+        self._instruments.on_action(action.name, action.duration_s, action.failed)
+
     def _on_lost(self, worker: WorkerId, incarnation: int, cause: str) -> None:
         now_s = asyncio.get_running_loop().time()
         self._scheduler.post(WorkerFailed(now_s=now_s, worker=worker, incarnation=incarnation, cause=cause))
@@ -329,7 +333,7 @@ class _Run:
 
     def summary(self) -> TrainSummary:
         """What the run amounts to so far."""
-        counts, rewards = self._recorder.counts, self._observer.rewards
+        counts, rewards = self._recorder.counts, self._figures.rewards
         wall_s = asyncio.get_running_loop().time() - self._began_s
         buffered = self._pipeline.counts
         return TrainSummary(
@@ -345,7 +349,7 @@ class _Run:
             returns=counts.returns,
             mode_switches=counts.mode_switches,
             ratio_switches=counts.ratio_switches,
-            tokens_per_s=self._observer.tokens / wall_s if wall_s > 0 else 0.0,
+            tokens_per_s=self._figures.tokens / wall_s if wall_s > 0 else 0.0,
             wall_s=wall_s,
             run_dir=str(self._folder.path),
         )

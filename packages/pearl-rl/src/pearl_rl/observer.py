@@ -102,3 +102,35 @@ class SilentObserver:
 
     def on_message(self, text: str) -> None:
         """Ignore."""
+
+
+class Observers:
+    """Passes everything on to several observers, in order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def on_table(self, table: WorkerTable) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_table(table)
+
+    def on_decision(self, decision: Decision, trigger: str) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_decision(decision, trigger)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_step(record)
+
+    def on_event(self, event: Event) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_event(event)
+
+    def on_message(self, text: str) -> None:
+        """Pass on."""
+        for observer in self._observers:
+            observer.on_message(text)
