@@ -72,6 +72,8 @@ class Turn:
     finished_s: float = 0.0
     interruptions: int = 0
     """How often the generation was interrupted and resumed from its prefix."""
+    retained_tokens: int | None = None
+    """Response tokens that stay in the next turn's context, where reasoning is dropped from it; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

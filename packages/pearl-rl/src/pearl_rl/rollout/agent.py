@@ -198,20 +198,21 @@ def turn_seed(seed: int, turn: int) -> int:
 def turn_samples(trajectory: Trajectory, step: int) -> tuple[TurnSample, ...]:
     """What telemetry learns from a finished trajectory, one sample a turn (PEARL section 5, Runtime statistics).
 
-    The context only grows, so a response is retained whole in the next turn's; the last one has no next turn.
+    A response is retained whole in the next turn's context unless its turn says otherwise; the last one has none.
     """
     samples = []
     context = 0
     for number, turn in enumerate(trajectory.turns):
         context += len(turn.prompt)
         last = number == len(trajectory.turns) - 1
+        retained = len(turn.response) if turn.retained_tokens is None else turn.retained_tokens
         samples.append(
             TurnSample(
                 step=step,
                 turn=number,
                 new_prompt_tokens=len(turn.prompt),
                 response_tokens=len(turn.response),
-                retained_tokens=0 if last else len(turn.response),
+                retained_tokens=0 if last else retained,
                 context_tokens=context,
                 prefill_s=turn.prefill_s,
                 decode_s=turn.decode_s,
@@ -220,7 +221,7 @@ def turn_samples(trajectory: Trajectory, step: int) -> tuple[TurnSample, ...]:
                 last=last,
             )
         )
-        context += len(turn.response)
+        context += retained
     return tuple(samples)
 
 

@@ -33,6 +33,8 @@ class ServingLimits:
     """Requests that one worker holds at a time; 0 means unbounded. A full worker comes last, it is not refused."""
     capacity_tokens: int = 0
     """Context tokens whose KV one worker holds; 0 means unbounded."""
+    prefix_reuse: float = 1.0
+    """Part of a conversation's context that its next prompt repeats unchanged; the rest is computed again anywhere."""
     failures_to_block: int = 3
     """Failures in a row after which a worker gets nothing for `probe_s`, then one request that decides."""
     probe_s: float = 5.0
@@ -319,7 +321,7 @@ class ServingSet:
             if slot.version > newest or not self._usable(slot, home.version, now_s, avoid):
                 continue
             # Waiting behind others' tokens and computing a cached prefix again cost the same: tokens.
-            cached = min(slot.homes.get(home.trajectory, 0), context_tokens)
+            cached = self._limits.prefix_reuse * min(slot.homes.get(home.trajectory, 0), context_tokens)
             key = ((slot.queued_tokens + context_tokens - cached) * slot.share, slot.load, slot.home_tokens)
             if key < chosen_key:
                 chosen, chosen_key = slot, key

@@ -64,6 +64,7 @@ class SimulatedAgent:
                         started_s=result.started_s,
                         finished_s=result.finished_s,
                         interruptions=result.interruptions,
+                        retained_tokens=scripted.retained_tokens,
                     )
                 )
             return Trajectory(

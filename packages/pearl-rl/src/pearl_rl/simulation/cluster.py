@@ -128,7 +128,9 @@ class SimulatedCluster:
         router = Router(
             runtime,
             RouterLimits(
-                serving=ServingLimits(affinity_slack=2.0, affinity_slack_ratio=0.25),
+                serving=ServingLimits(
+                    affinity_slack=2.0, affinity_slack_ratio=0.25, prefix_reuse=self.workload.stable_fraction
+                ),
                 no_worker_s=86_400.0,
                 stall_s=7200.0,
             ),
@@ -151,6 +153,8 @@ class SimulatedCluster:
             prior=state.platform,
             weight=_EMA_WEIGHT,
         )
+
+        watch.followers.append(refit.follow)
 
         async def publish(snapshot: object) -> None:
             await asyncio.sleep(parameters.training.publish_s)

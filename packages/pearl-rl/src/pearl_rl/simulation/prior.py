@@ -45,9 +45,10 @@ def workload_prior(workload: Workload, batch: int, group_size: int) -> WorkloadP
         response_tokens=fmean(turn.response_tokens for turn in turns),
         environment_s=fmean(tools[i] for i in slowest),
         context_tokens=fmean(contexts),
-        max_context_tokens=float(max(script.total_tokens for script in scripts)),
+        max_context_tokens=float(max(contexts)),
         mean_turns=fmean(counts),
         turn_environment_s=fmean(turn.tool_s for turn in turns),
+        retained_tokens=fmean(turn.retained_tokens for turn in turns),
         active_by_turn=tuple(sum(c > t for c in counts) / len(counts) for t in range(max(counts))),
         origin={"all": f"{_BATCHES} batches of the scenario's workload"},
     )
@@ -61,7 +62,9 @@ def platform_prior(cluster: "SimulatedCluster", workload: WorkloadProfile) -> Pl
         cluster.model, cluster.gpu, scenario.tp, context_tokens=context, most_sequences=max(2, min(256, workload.batch))
     )
     room = float(cluster.limits.kv_tokens)
-    roofline = replace(roofline, kv_capacity_bytes=room * cluster.kv_bytes, prefix_capacity_tokens=room)
+    # Where prompts are rewritten, little of what is kept is found again; 0 would mean without bound.
+    kept = max(1.0, room * cluster.workload.stable_fraction)
+    roofline = replace(roofline, kv_capacity_bytes=room * cluster.kv_bytes, prefix_capacity_tokens=kept)
     if scenario.policy.prior == "roofline":
         return roofline
     costs, links = cluster.costs, cluster.parameters.links

@@ -30,6 +30,8 @@ class Watch:
         self.expansions = self.reclaims = self.borrows = self.returns = 0
         self.mode_switches = self.ratio_switches = 0
         self.gpu_s = 0.0
+        self.followers: list[Callable[[Event, WorkerTable], None]] = []
+        """Who else wants to see the table after each event."""
         self.took: dict[str, list[float]] = {}
         """Reconfiguration → how long each took, seconds (PEARL Table 3)."""
         self._starting: set[tuple[WorkerId, int]] = set()
@@ -54,12 +56,7 @@ class Watch:
     def on_control(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:
         """Take one step of the core in."""
         for effect in effects:
-            if isinstance(effect, RecordDecision):
-                self._decided(effect)
-            elif isinstance(effect, ReleaseTraining):
-                self._releasing_s = self._now_s()
-            elif isinstance(effect, PrepareGroup):
-                self._awaited[frozenset(w.id for w in effect.workers)] = effect.kind
+            self._emitted(effect)
         if isinstance(event, GpusReclaimed):
             self.reclaims += 1
         elif isinstance(event, TrainingRequested) and any(row.zone is Zone.OVERLAP for row in self._active()):
@@ -73,6 +70,16 @@ class Watch:
             self._table = state.table
             self._follow(state)
         self._predict(event, state)
+        for follow in self.followers:
+            follow(event, state.table)
+
+    def _emitted(self, effect: Effect) -> None:
+        if isinstance(effect, RecordDecision):
+            self._decided(effect)
+        elif isinstance(effect, ReleaseTraining):
+            self._releasing_s = self._now_s()
+        elif isinstance(effect, PrepareGroup):
+            self._awaited[frozenset(w.id for w in effect.workers)] = effect.kind
 
     def on_action(self, action: Action) -> None:
         """`on_action` of the executors: what an expansion takes."""
