@@ -15,8 +15,15 @@ if TYPE_CHECKING:
 
     from pearl_rl.rollout.environments.protocol import Demonstration, Observation
 
-INITIALIZER_RANGE = 0.05
+INITIALIZER_RANGE = 0.1
 """Standard deviation of the random weights: wider than the 0.02 of large models, which leaves narrow ones silent."""
+
+ROPE_THETA = 100.0
+"""Base of the rotary wavelengths. Contexts are a few hundred tokens long: at the usual 10,000 and more, most of a small
+head's dimensions barely turn, and looking one or two tokens back is learned several times more slowly."""
+
+WARM_UP_RISE = 0.1
+"""Part of the supervised steps over which their learning rate rises; it falls linearly afterwards."""
 
 
 class ShapeError(ValueError):
@@ -108,6 +115,7 @@ def build_tiny_model(folder: Path, shape: TinyShape, seed: int, warm_up: WarmUp 
         max_position_embeddings=shape.max_context_tokens,
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         eos_token_id=shape.stop_token_id,
         pad_token_id=shape.pad_token_id,
         bos_token_id=None,
@@ -139,9 +147,10 @@ def _warm_up(model: "Qwen3ForCausalLM", warm_up: WarmUp, seed: int) -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=warm_up.learning_rate, weight_decay=0.0)
     model.train()
+    rise = max(1.0, WARM_UP_RISE * warm_up.steps)
     for step, (tokens, mask, present) in enumerate(_batches(warm_up, seed)):
         for group in optimizer.param_groups:
-            group["lr"] = warm_up.learning_rate * (1 - step / warm_up.steps)
+            group["lr"] = warm_up.learning_rate * min((step + 1) / rise, 1 - step / warm_up.steps)
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         weights = mask[:, 1:].float() + warm_up.observation_weight * (~mask & present)[:, 1:].float()
