@@ -1,7 +1,10 @@
 """A whole cluster in virtual time: the production control plane, composed over simulated ports."""
 
 import asyncio
+import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from pearl_executor.availability import FixedSource, TraceRow, TraceSource, bundled_trace, merge_sources, read_trace
@@ -57,7 +60,19 @@ def simulate(scenario: Scenario, parameters: Parameters | None = None) -> Simula
     async def main() -> SimulationResult:
         return await cluster.run()
 
-    return run_virtual(main())
+    with _rare_collections():
+        return run_virtual(main())
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for garbage in cycles rarely: a simulation makes many small objects and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class SimulatedCluster:

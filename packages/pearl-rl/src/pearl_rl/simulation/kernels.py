@@ -18,6 +18,8 @@ from pearl_rl.simulation.tables import AttentionSeries, Curve, KernelTables, ker
 _EXACT_TOKENS = 1024
 _COARSE = (1.0, 1.25, 1.5, 1.75)
 _MOST_TOKENS = 65_536
+_GRID = 128
+_LARGEST_SIDE = 131_072
 _MEASURED_MOE = "Qwen3-30B-A3B"
 
 
@@ -146,7 +148,8 @@ class WorkerCosts:
         decode, scale = hardware.attention(hardware.tables.decode, self._heads, self._kv_heads, dim, decode=True)
         self._decode_series, self._decode_scale = decode, scale * model.layers * overheads.kernel_factor
         prefill, scale = hardware.attention(hardware.tables.prefill, self._heads, self._kv_heads, dim, decode=False)
-        self._prefill_series, self._prefill_scale = prefill, scale * model.layers * overheads.kernel_factor
+        self._prefill_scale = scale * model.layers * overheads.kernel_factor
+        self._square_s = _gridded(prefill.curves[1], self._prefill_scale)
         self._context_limit = model.attention_context_limit
         self._eager_s = model.layers * overheads.eager_layer_s
         self._decode_curves: dict[int, DecodeCurve] = {}
@@ -204,12 +207,16 @@ class WorkerCosts:
         """
         limit = self._context_limit
         past = min(past_tokens, limit) if limit else past_tokens
-        side = 2.0 * past + new_tokens
-        part = new_tokens / side
-        whole = self._prefill_series.curves[1]
-        floor_s = whole.ys[0]
-        seconds = floor_s + part * max(0.0, whole(side) - floor_s)
-        return max(seconds * self._prefill_scale, self.decode_attention_s(1, past_tokens + new_tokens))
+        side = 2 * past + new_tokens
+        square = self._square_s
+        at, rest = divmod(side, _GRID)
+        if at + 1 < len(square):
+            whole_s = square[at] + (square[at + 1] - square[at]) * (rest / _GRID)
+        else:
+            # Work grows with the square of the side.
+            whole_s = square[-1] * (side / ((len(square) - 1) * _GRID)) ** 2
+        seconds = square[0] + (whole_s - square[0]) * new_tokens / side
+        return max(seconds, self.decode_attention_s(1, past_tokens + new_tokens))
 
     # ---- iterations -------------------------------------------------------------------------------------------------
 
@@ -324,6 +331,11 @@ def _steps_within(first: float, slope: float, seconds: float, most: int) -> int:
     while k > 0 and k * first + slope * 0.5 * k * (k - 1) > seconds:
         k -= 1
     return k
+
+
+def _gridded(curve: Curve, scale: float) -> list[float]:
+    """A curve's values at every `_GRID` tokens, scaled; between them a line is close enough."""
+    return [curve(max(1, at)) * scale for at in range(0, _LARGEST_SIDE + 1, _GRID)]
 
 
 def _at_batch(series: AttentionSeries, sequences: int) -> tuple[list[float], list[float]]:
