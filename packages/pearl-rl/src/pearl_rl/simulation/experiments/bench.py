@@ -43,7 +43,7 @@ class BatchSummary:
     prefill_share_tokens: float
     """Part of computed tokens that prefill computed."""
     decode_tokens_per_s: float
-    """Of one worker between insertions, in iterations with at least half of an even share of the batch."""
+    """Of one worker between insertions, in iterations with three quarters of an even share of the batch or more."""
 
 
 Job = ClusterJob | BatchJob
@@ -143,7 +143,7 @@ def _decode_rate(outcomes: Sequence[BatchOutcome], share: float) -> float:
     tokens, seconds = 0, 0.0
     for outcome in outcomes:
         for size, (iterations, took_s) in outcome.decode_by_batch.items():
-            if size >= share / 2:
+            if size >= 0.75 * share:
                 tokens += size * iterations
                 seconds += took_s
     return tokens / seconds if seconds else 0.0
