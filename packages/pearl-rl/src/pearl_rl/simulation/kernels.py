@@ -19,6 +19,8 @@ _EXACT_TOKENS = 1024
 _COARSE = (1.0, 1.25, 1.5, 1.75)
 _MOST_TOKENS = 65_536
 _GRID = 128
+_WIDE_CHUNK = 2048
+"""Chunks of so many tokens are bound by arithmetic at any context."""
 _LARGEST_SIDE = 131_072
 _MEASURED_MOE = "Qwen3-30B-A3B"
 
@@ -202,8 +204,8 @@ class WorkerCosts:
     def prefill_attention_s(self, new_tokens: int, past_tokens: int) -> float:
         """All layers of a chunk of `new_tokens` after `past_tokens` that are in the cache.
 
-        The chunk is a part of the square whose sides are twice its mean attended length; it never beats reading its
-        context once, as a decode step does.
+        The chunk is a part of the square whose sides are twice its mean attended length; a narrow one never beats
+        reading its context once, as a decode step does.
         """
         limit = self._context_limit
         past = min(past_tokens, limit) if limit else past_tokens
@@ -216,6 +218,8 @@ class WorkerCosts:
             # Work grows with the square of the side.
             whole_s = square[-1] * (side / ((len(square) - 1) * _GRID)) ** 2
         seconds = square[0] + (whole_s - square[0]) * new_tokens / side
+        if new_tokens >= _WIDE_CHUNK:
+            return seconds
         return max(seconds, self.decode_attention_s(1, past_tokens + new_tokens))
 
     # ---- iterations -------------------------------------------------------------------------------------------------
