@@ -37,7 +37,7 @@ EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
 """Target id → its experiment at full length."""
 
 QUICK: Mapping[str, Callable[[], Experiment]] = {
-    "F2a": lambda: Figure2a(steps=2, batches=1),
+    "F2a": lambda: Figure2a(batches=1),
     "F2b": lambda: Figure2b(batches=1),
     "F2c": lambda: Figure2c(batches=1),
     "T2": lambda: Table2(steps=2, batches=1),
