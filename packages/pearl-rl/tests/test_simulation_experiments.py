@@ -5,8 +5,9 @@ import json
 import pytest
 
 from pearl_rl.cli.app import app
+from pearl_rl.simulation.experiments import registry
 from pearl_rl.simulation.experiments.bench import BatchJob, Bench, ClusterJob, variant
-from pearl_rl.simulation.experiments.registry import EXPERIMENTS, QUICK, reproduce
+from pearl_rl.simulation.experiments.registry import EXPERIMENTS, QUICK, paper_rows, reproduce
 from pearl_rl.simulation.experiments.tables import usual_choice
 from pearl_rl.simulation.experiments.targets import TargetRow, summary
 from pearl_rl.simulation.outcome import SimulationResult
@@ -99,6 +100,23 @@ def test_every_experiment_asks_for_what_it_reads_and_makes_rows(name, recorded) 
 
 def test_the_quick_set_covers_all_targets() -> None:
     assert QUICK.keys() == EXPERIMENTS.keys()
+
+
+def other_paper(bench, *, quick):
+    assert quick
+    yield row(ours=bench.result(BatchJob(variant({}, rollout={"batch": 4, "group_size": 4}), "1C", 1)).makespan_s)
+
+
+def test_a_target_of_another_paper_is_one_function_and_no_part_of_all(monkeypatch) -> None:
+    monkeypatch.setattr(registry, "OTHER_PAPERS", {"else": "somewhere:rows"})
+    monkeypatch.setattr(registry, "paper_rows", lambda _name: other_paper)
+    monkeypatch.setattr(registry, "EXPERIMENTS", {})
+    assert [r.id for r in reproduce(["ELSE"], Bench(), quick=True)] == ["F0"]
+    assert reproduce(["all"], Bench(), quick=True) == []
+
+
+def test_every_target_of_another_paper_can_be_imported() -> None:
+    assert all(callable(paper_rows(name)) for name in registry.OTHER_PAPERS)
 
 
 def test_reconfigurations_take_what_table_3_says() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from statistics import fmean
+from typing import Any, Protocol, TypeVar, cast
 
 from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.simulation.batch_run import BatchOutcome, run_batch
@@ -15,22 +16,19 @@ from pearl_rl.simulation.scenario import Scenario, scenario_from
 from pearl_rl.simulation.workload import Script
 from pearl_state.configuration import Configuration
 
-
-@dataclass(frozen=True, slots=True)
-class ClusterJob:
-    """A whole simulation."""
-
-    scenario: Scenario
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchJob:
-    """`batches` batches of a scenario's workload, each under one configuration; `alone`: each trajectory by itself."""
+class Job(Protocol[_T_co]):
+    """Something to compute. Hashable, and picklable with its result: it may run in another process."""
 
-    scenario: Scenario
-    configuration: str
-    batches: int
-    alone: bool = False
+    def run(self) -> _T_co:
+        """Compute it. The same job gives the same result."""
+        ...
+
+
+AnyJob = Job[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +44,45 @@ class BatchSummary:
     """Of one worker between insertions, in iterations with three quarters of an even share of the batch or more."""
 
 
-Job = ClusterJob | BatchJob
-Outcome = SimulationResult | BatchSummary
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """A whole simulation."""
+
+    scenario: Scenario
+
+    def run(self) -> SimulationResult:
+        """See `Job`."""
+        return simulate(self.scenario)
 
 
-def run_job(job: Job) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """`batches` batches of a scenario's workload, each under one configuration; `alone`: each trajectory by itself."""
+
+    scenario: Scenario
+    configuration: str
+    batches: int
+    alone: bool = False
+
+    def run(self) -> BatchSummary:
+        """See `Job`."""
+        return _batches(self)
+
+
+def run_job(job: AnyJob) -> object:
     """Run one job."""
-    return simulate(job.scenario) if isinstance(job, ClusterJob) else _batches(job)
+    return job.run()
 
 
 class Bench:
-    """Results by job. `prepare` runs many at once; `get` runs what is missing."""
+    """Results by job, each computed once. `prepare` runs many at once; `result` runs what is missing."""
 
     def __init__(self, jobs: int = 1, on_done: Callable[[int, int], None] = lambda _done, _of: None) -> None:
         self._processes = jobs
         self._on_done = on_done
-        self._results: dict[Job, Outcome] = {}
+        self._results: dict[AnyJob, object] = {}
 
-    def prepare(self, jobs: Sequence[Job]) -> None:
+    def prepare(self, jobs: Sequence[AnyJob]) -> None:
         """Run all that are missing."""
         missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
         if self._processes > 1 and len(missing) > 1:
@@ -76,22 +95,19 @@ class Bench:
             self._results[job] = run_job(job)
             self._on_done(number, len(missing))
 
+    def result(self, job: Job[_T]) -> _T:
+        """The result of any job."""
+        if job not in self._results:
+            self._results[job] = run_job(job)
+        return cast("_T", self._results[job])
+
     def cluster(self, scenario: Scenario) -> SimulationResult:
         """The result of a whole simulation."""
-        outcome = self._get(ClusterJob(scenario))
-        assert isinstance(outcome, SimulationResult)
-        return outcome
+        return self.result(ClusterJob(scenario))
 
     def batches(self, job: BatchJob) -> BatchSummary:
         """The result of batches alone."""
-        outcome = self._get(job)
-        assert isinstance(outcome, BatchSummary)
-        return outcome
-
-    def _get(self, job: Job) -> Outcome:
-        if job not in self._results:
-            self._results[job] = run_job(job)
-        return self._results[job]
+        return self.result(job)
 
 
 def variant(base: Mapping[str, Mapping[str, object] | str | int], **sections: Mapping[str, object] | str) -> Scenario:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from statistics import fmean
 
-from pearl_rl.simulation.experiments.bench import BatchJob, Bench, ClusterJob, Job, variant
+from pearl_rl.simulation.experiments.bench import AnyJob, BatchJob, Bench, ClusterJob, variant
 from pearl_rl.simulation.experiments.targets import TargetRow, Unit, gain
 from pearl_rl.simulation.scenario import Scenario
 
@@ -35,9 +35,9 @@ class Figure2a:
     def _alone(self, seed: int) -> BatchJob:
         return BatchJob(self._scenario(seed), "1C", self._batches, alone=True)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
-        jobs: list[Job] = [self._pool(gpus, seed) for gpus in _POOLS for seed in self._SEEDS]
+        jobs: list[AnyJob] = [self._pool(gpus, seed) for gpus in _POOLS for seed in self._SEEDS]
         return [
             *jobs,
             *(self._alone(seed) for seed in self._SEEDS),
@@ -72,7 +72,7 @@ class Figure2b:
         scenario = variant(_FIXED, name="interference", model=_MOE)
         self._job = BatchJob(scenario, f"{_WORKERS_C}C", batches)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         return [self._job]
 
@@ -104,7 +104,7 @@ class Figure2c:
     def _configurations(self) -> list[str]:
         return [f"{p}P{_WORKERS_C - p}D" for p in range(1, _WORKERS_C)]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         choices = [f"{_WORKERS_C}C", *self._configurations()]
         return [self._job(batch, choice) for batch in _BATCHES_C for choice in choices]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Final
 
-from pearl_rl.simulation.experiments.bench import Bench, ClusterJob, Job, variant
+from pearl_rl.simulation.experiments.bench import AnyJob, Bench, ClusterJob, variant
 from pearl_rl.simulation.experiments.targets import TargetRow, gain
 from pearl_rl.simulation.scenario import Scenario
 
@@ -34,7 +34,7 @@ class Figure5:
             run={"duration_s": self._duration_s, "seed": seed},
         )
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         return [
             ClusterJob(self._scenario(model, segment, policy, seed))
@@ -121,7 +121,7 @@ class Figure7:
             run={"steps": self._steps},
         )
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         policies = ("roll", *self._PARTS.values())
         return [ClusterJob(self._scenario(m, gpus, p)) for m in _MODELS for gpus in self._POOLS for p in policies]
@@ -169,7 +169,7 @@ class Figure8:
             run={"steps": self._steps},
         )
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         scenarios = [self._scenario(p, batch=b) for p in ("rlboost", "pearl") for b in self._BATCHES]
         scenarios += [self._scenario(p, length=n) for p in ("rlboost", "pearl") for n in self._LENGTHS]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 
-from pearl_rl.simulation.experiments.bench import BatchJob, Bench, ClusterJob, Job, variant
+from pearl_rl.simulation.experiments.bench import AnyJob, BatchJob, Bench, ClusterJob, variant
 from pearl_rl.simulation.experiments.targets import TargetRow
 from pearl_rl.simulation.kernels import WorkerCosts
 from pearl_rl.simulation.outcome import SimulationResult
@@ -61,7 +61,7 @@ class Table2:
         policy = {"name": "pearl-no-borrowing"}
         return variant(_FIXED, name="few", cluster=cluster, policy=policy, run={"steps": self._steps})
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         runs = [ClusterJob(self._run(*point)) for point in _TABLE2]
         return [*runs, ClusterJob(self._few()), *(job for point in _TABLE2 for job in self._ratios(*point))]
@@ -108,7 +108,7 @@ class Table3:
             {}, name="reconfigurations", model=model, policy={"name": "pearl-ungated"}, run={"duration_s": 3600.0}
         )
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         return [ClusterJob(self._scenario(model)) for model in _MODELS]
 
@@ -135,7 +135,7 @@ class Recovery:
     def __init__(self, batches: int = 4) -> None:
         self._job = BatchJob(variant(_FIXED, name="recovery"), "1C", batches, alone=True)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[AnyJob]:
         """What must be run."""
         return [self._job]
 
