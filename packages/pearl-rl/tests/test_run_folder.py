@@ -83,6 +83,8 @@ def test_a_new_folder_holds_settings_that_load_again_and_room_for_the_rest(tmp_p
         "decisions.jsonl",
         "trajectories.jsonl",
         "metrics.jsonl",
+        "table.jsonl",
+        "requests.jsonl",
         "checkpoints",
         "weights",
     }

@@ -31,6 +31,7 @@ from pearl_rl.rollout.environments.protocol import EnvironmentSuite
 from pearl_rl.rollout.environments.suites import make_suite
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import RolloutTimeoutError, UpdateTimeoutError
+from pearl_rl.rollout.recorded_generation import RecordedGeneration
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.tokenizer import TextTokenizer, build_word_tokenizer
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
@@ -225,7 +226,8 @@ class _Run:
         settings = self._settings
         loop = asyncio.get_running_loop()
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-        self._router = Router(runtime, parts.router_limits(settings), on_fault=self._on_fault)
+        generation = RecordedGeneration(runtime, self._folder.record_request)
+        self._router = Router(generation, parts.router_limits(settings), on_fault=self._on_fault)
         gate = TrainingGate()
         prior = parts.prior_platform(settings, config)
         state = initial_state(
@@ -236,7 +238,7 @@ class _Run:
             weight_version=self._trainer.version,
             toggle_costs=parts.toggle_costs(settings),
         )
-        self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time)
+        self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time, self._router.loads)
         executor = ElasticExecutor(
             runtime, self._trainer, self._weights, parts.limits(settings), on_action=self._on_action
         )

@@ -16,6 +16,7 @@ from typing import Any, Self
 from pearl_rl.encoding import encode, encode_event, json_line
 from pearl_rl.errors import CommandError
 from pearl_rl.observer import StepRecord
+from pearl_rl.rollout.recorded_generation import RequestRecord
 from pearl_rl.settings import ResolvedSettings, to_json, to_toml
 from pearl_rl.summary import TrainSummary
 from pearl_state.decision import Decision
@@ -25,6 +26,7 @@ from pearl_state.trajectory import Trajectory
 
 CONFIG_TOML = "config.resolved.toml"
 CONFIG_JSON = "config.resolved.json"
+SCENARIO_JSON = "scenario.json"
 SUMMARY = "summary.json"
 
 
@@ -62,6 +64,8 @@ class RunFolder:
         self._decisions = LineFile(path / "decisions.jsonl")
         self._trajectories = LineFile(path / "trajectories.jsonl")
         self._metrics = LineFile(path / "metrics.jsonl")
+        self._table = LineFile(path / "table.jsonl")
+        self._requests = LineFile(path / "requests.jsonl")
         self._decision_count = sum(1 for line in read_lines(self._decisions.path) if "decision" in line)
 
     @classmethod
@@ -75,6 +79,16 @@ class RunFolder:
             (made / name).mkdir()
         (made / CONFIG_TOML).write_text(to_toml(resolved), encoding="utf-8")
         (made / CONFIG_JSON).write_text(json.dumps(to_json(resolved), indent=2) + "\n", encoding="utf-8")
+        return cls(made)
+
+    @classmethod
+    def create_simulation(cls, scenario: Mapping[str, Any], path: Path) -> "RunFolder":
+        """Make the folder of a simulation at `path` and write the scenario into it, as `scenario.json`.
+
+        Raises `CommandError` where the folder exists and is not empty, or cannot be made.
+        """
+        made = _make(path)
+        (made / SCENARIO_JSON).write_text(json.dumps(encode(scenario), indent=2) + "\n", encoding="utf-8")
         return cls(made)
 
     @classmethod
@@ -117,11 +131,23 @@ class RunFolder:
         """Keep a trajectory that step `step` trained on."""
         self._trajectories.append({"step": step, **encode(trajectory)})
 
+    def record_counted(self, line: Mapping[str, Any]) -> None:
+        """Keep a simulated trajectory, in which numbers of tokens stand for tokens."""
+        self._trajectories.append(line)
+
     def record_step(self, record: StepRecord) -> None:
         """Keep a step's figures."""
         self._metrics.append(record)
 
-    def write_summary(self, summary: TrainSummary) -> None:
+    def record_table(self, change: Mapping[str, Any]) -> None:
+        """Keep a change of the table, as `TableLog` makes it."""
+        self._table.append(change)
+
+    def record_request(self, record: RequestRecord) -> None:
+        """Keep who served a request."""
+        self._requests.append(record)
+
+    def write_summary(self, summary: TrainSummary | Mapping[str, Any]) -> None:
         """Write the summary, whole or not at all."""
         temporary = self.path / f"{SUMMARY}.partial"
         temporary.write_text(json.dumps(encode(summary), indent=2) + "\n", encoding="utf-8")
@@ -129,7 +155,14 @@ class RunFolder:
 
     def close(self) -> None:
         """Give the files back. May be called twice."""
-        for file in (self._events, self._decisions, self._trajectories, self._metrics):
+        for file in (
+            self._events,
+            self._decisions,
+            self._trajectories,
+            self._metrics,
+            self._table,
+            self._requests,
+        ):
             file.close()
 
     def __enter__(self) -> Self:

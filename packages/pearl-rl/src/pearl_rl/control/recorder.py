@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pearl_planner.elastic import ElasticState
 from pearl_planner.reconcile import NOBODY_S, current_configuration
 from pearl_rl.control.prediction import StepPrediction
+from pearl_rl.control.table_log import TableLog
 from pearl_rl.observer import Observer
 from pearl_rl.run_folder import RunFolder
 from pearl_state.configuration import Configuration
@@ -42,9 +43,11 @@ class Recorder:
         observer: Observer,
         makespan_s: Callable[[ElasticState, Configuration], float | None],
         now_s: Callable[[], float],
+        loads: Callable[[], Mapping[WorkerId, float]] = dict[WorkerId, float],
     ) -> None:
         self.counts = ElasticCounts()
         self._folder = folder
+        self._log = TableLog(folder.record_table, loads)
         self._observer = observer
         self._makespan_s = makespan_s
         self._now_s = now_s
@@ -65,6 +68,7 @@ class Recorder:
         self._folder.record_event(event)
         self._observer.on_event(event)
         self._observer.on_table(state.table)
+        self._log.follow(state, self._now_s())
         for effect in effects:
             if isinstance(effect, RecordDecision):
                 self._record(effect)

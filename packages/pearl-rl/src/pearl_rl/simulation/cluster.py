@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from pearl_executor.availability import FixedSource, TraceRow, TraceSource, bundled_trace, merge_sources, read_trace
 from pearl_executor.execution import ElasticExecutor
@@ -20,11 +21,14 @@ from pearl_planner.switching import SwitchCosts
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import ExitCode, SettingsError
+from pearl_rl.observer import Observer, Observers
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import PipelineSettings
+from pearl_rl.rollout.recorded_generation import RecordedGeneration
 from pearl_rl.rollout.router import Router, RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.rollout.training_gate import TrainingGate
+from pearl_rl.run_folder import RunFolder
 from pearl_rl.simulation.agent import SimulatedAgent
 from pearl_rl.simulation.batch_run import WorkerModel
 from pearl_rl.simulation.kernels import WorkerCosts
@@ -34,6 +38,7 @@ from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, Simulati
 from pearl_rl.simulation.parameters import Parameters, load_parameters
 from pearl_rl.simulation.policies import policy_setup
 from pearl_rl.simulation.prior import platform_prior, workload_prior
+from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
 from pearl_rl.simulation.runtime import Conversation, SimulatedRuntime
 from pearl_rl.simulation.scenario import Scenario
@@ -50,12 +55,14 @@ _ENDLESS = 10**7
 _EMA_WEIGHT = 0.3
 
 
-def simulate(scenario: Scenario, parameters: Parameters | None = None) -> SimulationResult:
-    """Run a scenario to its end in virtual time.
+def simulate(
+    scenario: Scenario, parameters: Parameters | None = None, folder: RunFolder | None = None
+) -> SimulationResult:
+    """Run a scenario to its end in virtual time; `folder` gets the records of a run.
 
     Raises `SettingsError` for a scenario that cannot run, `SimulationDeadlockError` where the control plane hangs.
     """
-    cluster = SimulatedCluster(scenario, parameters)
+    cluster = SimulatedCluster(scenario, parameters, folder)
 
     async def main() -> SimulationResult:
         return await cluster.run()
@@ -78,8 +85,11 @@ def _rare_collections() -> Iterator[None]:
 class SimulatedCluster:
     """One scenario's parts. Built outside the loop, run inside it, once."""
 
-    def __init__(self, scenario: Scenario, parameters: Parameters | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, parameters: Parameters | None = None, folder: RunFolder | None = None
+    ) -> None:
         self.scenario = scenario
+        self.folder = folder
         self.parameters = parameters or load_parameters(scenario.parameters, scenario.model)
         try:
             self.model: ModelSpec = find_model(scenario.model)
@@ -140,8 +150,9 @@ class SimulatedCluster:
                 WorkerFailed(now_s=loop.time(), worker=worker.id, incarnation=worker.incarnation, cause=cause)
             )
 
+        folder = self.folder
         router = Router(
-            runtime,
+            runtime if folder is None else RecordedGeneration(runtime, folder.record_request),
             RouterLimits(
                 serving=ServingLimits(
                     affinity_slack=2.0, affinity_slack_ratio=0.25, prefix_reuse=self.workload.stable_fraction
@@ -152,6 +163,12 @@ class SimulatedCluster:
             on_fault=on_fault,
         )
         watch = Watch(predicted_makespan_s, loop.time)
+        observer: Observer = watch
+        keep: dict[str, Any] = {}
+        if folder is not None:
+            recording = SimulationRecording(folder, predicted_makespan_s, loop.time, router.loads)
+            watch.recorders.append(recording.on_control)
+            observer, keep = Observers(watch, recording), {"on_trajectory": recording.on_trajectory}
         state = self._initial_state()
         scheduler = ElasticScheduler(
             state,
@@ -185,8 +202,9 @@ class SimulatedCluster:
             gate=gate,
             post=scheduler.post,
             tracker=refit,
-            observer=watch,
+            observer=observer,
             predicted_s=watch.predicted_step_s,
+            **keep,
         )
 
         async def follow() -> None:

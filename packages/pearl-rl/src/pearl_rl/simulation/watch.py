@@ -32,6 +32,8 @@ class Watch:
         self.gpu_s = 0.0
         self.followers: list[Callable[[Event, WorkerTable], None]] = []
         """Who else wants to see the table after each event."""
+        self.recorders: list[Callable[[Event, ElasticState, tuple[Effect, ...]], None]] = []
+        """Who keeps each step of the core."""
         self.took: dict[str, list[float]] = {}
         """Reconfiguration → how long each took, seconds (PEARL Table 3)."""
         self._starting: set[tuple[WorkerId, int]] = set()
@@ -72,6 +74,8 @@ class Watch:
         self._predict(event, state)
         for follow in self.followers:
             follow(event, state.table)
+        for record in self.recorders:
+            record(event, state, effects)
 
     def _emitted(self, effect: Effect) -> None:
         if isinstance(effect, RecordDecision):
