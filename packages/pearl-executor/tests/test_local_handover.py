@@ -7,7 +7,7 @@ import pytest
 
 from pearl_executor.pacing import Pace
 from pearl_executor.ports import GenerateRequest
-from pearl_executor.runtimes.local.frames import FrameSocket
+from pearl_executor.runtimes.local.frames import FrameSocket, listen
 from pearl_executor.runtimes.local.handover import KvPulls, KvRooms, Pull
 from pearl_executor.runtimes.local.polling import Poller
 from pearl_executor.runtimes.local.scripted import ScriptedBlob
@@ -228,3 +228,25 @@ def test_a_poller_outlives_its_sockets(tmp_path):
         poller.wait(0.01)
     assert got == list(range(50))
     assert len(os.listdir("/proc/self/fd")) < 200
+
+
+def test_over_tcp_kv_goes_only_to_those_who_show_the_key():
+    listener, address = listen("tcp://127.0.0.1:0")
+    served, asking = Poller(), Poller()
+    try:
+        rooms = KvRooms(listener, served, lambda: 0.0, 60.0, "the key")
+        rooms.offer("a", ScriptedBlob((*PROMPT, 7), 1, 0, bytes(110)))
+        for key, outcome in (("the key", 110), ("another", "hung up"), ("schlüssel", "hung up")):
+            pulls = KvPulls(asking, lambda: 1.0, Pace(), ScriptedBlob.from_bytes, lambda *_: 0, 10.0, key)
+            pulls.begin(Pull(GenerateRequest(rid="a", prompt=PROMPT, max_new_tokens=5), 1, address, asked_s=0.0))
+            for _ in range(4):
+                served.wait(0.05)
+                asking.wait(0.05)
+            (pull,) = pulls.arrived()
+            assert outcome == (pull.blob.nbytes if pull.blob else pull.error.rpartition("worker ")[2])
+            pulls.forget(address)
+    finally:
+        for poller in (served, asking):
+            for sock in list(poller._sockets):
+                sock.close()
+        listener.close()

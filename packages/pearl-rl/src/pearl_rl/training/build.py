@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pearl_executor.runtimes.local.channels import ChannelError
-from pearl_executor.runtimes.local.processes import ForkServer, ProcessError
+from pearl_executor.runtimes.local.processes import ProcessError, ProcessServer
 from pearl_rl.training.rank_group import TrainerError
 from pearl_rl.training.tiny_model import TinyShape, WarmUp
 
 
 async def build_in_child(
-    forks: ForkServer,
+    forks: ProcessServer,
     folder: Path,
     shape: TinyShape,
     seed: int,

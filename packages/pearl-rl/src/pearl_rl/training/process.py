@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pearl_executor.ports import MemoryReport, WeightSnapshot
 from pearl_executor.runtimes.local.frames import Frame
-from pearl_executor.runtimes.local.processes import ForkServer
+from pearl_executor.runtimes.local.processes import ProcessServer
 from pearl_rl.training.batch import TrainBatch, plan_update
 from pearl_rl.training.checkpoint import TrainerState
 from pearl_rl.training.options import TrainerOptions
@@ -43,7 +43,7 @@ class LocalTrainer:
 
     def __init__(
         self,
-        forks: ForkServer,
+        forks: ProcessServer,
         model_path: Path,
         folder: Path,
         options: TrainerOptions,

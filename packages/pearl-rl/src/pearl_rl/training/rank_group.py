@@ -10,7 +10,7 @@ from typing import Any, Final
 from pearl_executor.ports import WorkerError, WorkerLostError
 from pearl_executor.runtimes.local.channels import ChannelError, RemoteError
 from pearl_executor.runtimes.local.frames import Frame
-from pearl_executor.runtimes.local.processes import ChildProcess, ForkServer, ProcessError
+from pearl_executor.runtimes.local.processes import ChildProcess, ProcessError, ProcessServer
 
 _STOP_TIMEOUT_S: Final = 5.0
 _DEATH_NOTICE_S: Final = 2.0
@@ -37,7 +37,7 @@ class RankGroup:
     A failure inside a collective leaves the other ranks in unknown states, so nothing is kept of them.
     """
 
-    def __init__(self, forks: ForkServer, ranks: int) -> None:
+    def __init__(self, forks: ProcessServer, ranks: int) -> None:
         self.ranks = ranks
         self._forks = forks
         self._children: list[ChildProcess] = []
@@ -57,7 +57,7 @@ class RankGroup:
             for rank in range(self.ranks):
                 name = f"train{rank:03d}-{incarnation:03d}"
                 own = {**arguments, "rank": rank, "ranks": self.ranks}
-                self._children.append(await self._forks.spawn(name, target, own))
+                self._children.append(await self._forks.spawn(name, target, own, gpus=(rank,)))
         except BaseException as error:
             await asyncio.shield(self.kill())
             if isinstance(error, ProcessError):

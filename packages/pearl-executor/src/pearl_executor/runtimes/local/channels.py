@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pearl_executor.runtimes.local.frames import Frame, FrameDecoder, FrameError, encode_frame
+from pearl_executor.runtimes.local.frames import Frame, FrameDecoder, FrameError, encode_frame, tcp_text
 
 _HELLO_TIMEOUT_S: Final = 10.0
 _SOCKET_PATH_LIMIT: Final = 90
@@ -152,18 +152,29 @@ class Channel(asyncio.Protocol):
 
 
 class Listener:
-    """A Unix socket in a private folder. Each child connects and names itself by a secret it was given."""
+    """A Unix socket in a private folder. Each child connects and names itself by a secret it was given.
 
-    def __init__(self) -> None:
+    With `host` it listens on TCP at that address of this machine instead, for children elsewhere.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
         self.folder = _private_folder()
         self.path = self.folder / "parent"
+        self.address = str(self.path)
+        """Where children connect to; known after `open`."""
+        self._host = host
         self._server: asyncio.Server | None = None
         self._expected: dict[str, asyncio.Future[Channel]] = {}
         self._unnamed: set[Channel] = set()
 
     async def open(self) -> None:
         """Start to listen."""
-        self._server = await asyncio.get_running_loop().create_unix_server(self._accept, str(self.path))
+        loop = asyncio.get_running_loop()
+        if self._host is None:
+            self._server = await loop.create_unix_server(self._accept, str(self.path))
+            return
+        self._server = await loop.create_server(self._accept, self._host, 0)
+        self.address = tcp_text(self._host, self._server.sockets[0].getsockname()[1])
 
     def expect(self) -> tuple[str, asyncio.Future[Channel]]:
         """A new secret for one child, and the future that becomes its channel. Cancel the future to withdraw it."""

@@ -20,9 +20,9 @@ from pearl_executor.runtimes.local.channels import (
     ChannelError,
     RemoteError,
 )
-from pearl_executor.runtimes.local.frames import Frame
+from pearl_executor.runtimes.local.frames import Frame, tcp_address
 from pearl_executor.runtimes.local.hosting import EngineRecipe
-from pearl_executor.runtimes.local.processes import ChildProcess, ForkServer, ProcessError
+from pearl_executor.runtimes.local.processes import ChildProcess, ProcessError, ProcessServer
 from pearl_executor.runtimes.local.wire import Head
 from pearl_state.worker import Worker, WorkerId
 
@@ -60,8 +60,8 @@ class Member:
     id: WorkerId
     incarnation: int
     child: ChildProcess
-    socket: Path
-    """Where decode workers pull KV from it."""
+    socket: str
+    """Address at which decode workers pull KV from it; final once it is ready."""
     gone: "asyncio.Future[None]"
     ready: bool = False
     ending: bool = False
@@ -85,7 +85,7 @@ class Fleet:
     def __init__(
         self,
         recipe: EngineRecipe,
-        forks: ForkServer,
+        forks: ProcessServer,
         timeouts: Timeouts,
         on_notice: Callable[[Frame], None],
         on_lost: OnLost | None,
@@ -102,6 +102,8 @@ class Fleet:
         self._revoked: set[WorkerId] = set()
         """Slots whose process was told to end while it was being forked."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dying: list[Member] = []
+        """Told to end, and not confirmed to be gone: their GPUs are nobody else's yet."""
         self._closed = False
 
     def open(self) -> None:
@@ -154,6 +156,7 @@ class Fleet:
         older = self._members.get(worker.id)
         if older is not None:
             await self._end(older)
+        await self._end_dying(worker)
         self._fences[worker.id] = worker.incarnation
         starting = self._starting[worker.id] = asyncio.get_running_loop().create_future()
         try:
@@ -167,10 +170,13 @@ class Fleet:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         name = f"w{worker.id}-{worker.incarnation}"
-        socket = self._forks.folder / name
+        socket = self._forks.peer_address(name)
         try:
             child = await self._forks.spawn(
-                name, "pearl_executor.runtimes.local.worker:main", self._arguments(worker, socket)
+                name,
+                "pearl_executor.runtimes.local.worker:main",
+                self._arguments(worker, socket),
+                gpus=sorted(worker.gpus),
             )
         except ProcessError as error:
             raise WorkerError(f"worker {worker.id} did not start: {error}") from error
@@ -179,7 +185,8 @@ class Fleet:
         child.channel.attach(self._on_notice, lambda: self._hung_up(member))
         try:
             self._check_wanted(member)
-            await child.channel.call("describe", timeout_s=self._timeouts.start_s)
+            described = await child.channel.call("describe", timeout_s=self._timeouts.start_s)
+            member.socket = described.head["peer"]
             await asyncio.wait([member.gone], timeout=max(0.0, began_s + self._recipe.pace.start_s - loop.time()))
             self._check_wanted(member)
             member.ready = True
@@ -197,13 +204,14 @@ class Fleet:
         if member.channel.closed:
             raise ChannelClosedError("it hung up")
 
-    def _arguments(self, worker: Worker, socket: Path) -> dict[str, Any]:
+    def _arguments(self, worker: Worker, socket: str) -> dict[str, Any]:
         return {
             "factory": self._recipe.factory,
             "settings": dict(self._recipe.settings),
             "pace": asdict(self._recipe.pace),
             "role": worker.role,
-            "socket": str(socket),
+            "listen": socket,
+            "key": self._forks.peer_key,
             "room_ttl_s": self._timeouts.room_ttl_s,
             "pull_timeout_s": self._timeouts.pull_s,
         }
@@ -212,6 +220,7 @@ class Fleet:
         """End the process in order, or by force where it takes too long."""
         member = await self._ending(worker)
         if member is None:
+            await self._end_dying(worker)
             return
         with suppress(ChannelError):
             await member.channel.call("stop", timeout_s=self._timeouts.stop_s)
@@ -225,6 +234,7 @@ class Fleet:
         member = await self._ending(worker)
         if member is not None:
             await self._end(member)
+        await self._end_dying(worker)
 
     async def _ending(self, worker: Worker) -> Member | None:
         """Fence this incarnation off and return its process, if it lives."""
@@ -242,18 +252,27 @@ class Fleet:
 
     async def _end(self, member: Member) -> None:
         member.ending = True
+        if member not in self._dying:
+            self._dying.append(member)
         try:
             await self._forks.kill(member.child)
+            self._dying = [other for other in self._dying if other is not member]
         except ProcessError as error:
             raise WorkerError(f"{member} does not end: {error}") from error
         finally:
             member.channel.close()
             self._forget(member)
-            member.socket.unlink(missing_ok=True)
+
+    async def _end_dying(self, worker: Worker) -> None:
+        """Ask again for the end of what a kill of this slot that expired or failed may have left."""
+        for member in [m for m in self._dying if m.id == worker.id and m.incarnation <= worker.incarnation]:
+            await self._end(member)
 
     def _forget(self, member: Member) -> None:
         if self._members.get(member.id) is member:
             del self._members[member.id]
+        if tcp_address(member.socket) is None:
+            Path(member.socket).unlink(missing_ok=True)
         if not member.gone.done():
             member.gone.set_result(None)
 

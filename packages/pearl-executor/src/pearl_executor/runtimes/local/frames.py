@@ -1,4 +1,6 @@
-"""Frames: how processes of one machine talk. A JSON head with a binary body, length-prefixed, over a Unix socket.
+"""Frames: how processes of a run talk. A JSON head with a binary body, length-prefixed, over a Unix socket or TCP.
+
+An address is the path of a Unix socket, or `tcp://host:port` where processes live on several machines.
 
 Nothing that comes from a socket is ever unpickled. A frame is two big-endian lengths (head, body), the head as UTF-8
 JSON object, then the body. `FrameSocket` is for a process with a loop of its own, `channels.Channel` for asyncio.
@@ -16,10 +18,42 @@ _LENGTHS: Final = struct.Struct("!II")
 HEAD_LIMIT_BYTES: Final = 16 << 20
 BODY_LIMIT_BYTES: Final = 1 << 30
 _READ_BYTES: Final = 1 << 18
+_TCP: Final = "tcp://"
 
 
 class FrameError(ValueError):
     """Bytes that are no frame: too long, or a head that is no JSON object."""
+
+
+def tcp_address(address: str | Path) -> tuple[str, int] | None:
+    """Host and port of a `tcp://` address; None for the path of a Unix socket."""
+    text = str(address)
+    if not text.startswith(_TCP):
+        return None
+    host, _, port = text.removeprefix(_TCP).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def tcp_text(host: str, port: int) -> str:
+    """The address of `host` and `port`."""
+    return f"{_TCP}[{host}]:{port}" if ":" in host else f"{_TCP}{host}:{port}"
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address under which it is reached (port 0 becomes a free one). Raises `OSError`."""
+    tcp = tcp_address(address)
+    if tcp is not None:
+        family = socket.AF_INET6 if ":" in tcp[0] else socket.AF_INET
+        listener = socket.create_server(tcp, family=family)
+        return listener, tcp_text(tcp[0], listener.getsockname()[1])
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener, address
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +130,18 @@ class FrameSocket:
         """The peer hung up, sent garbage, or `close` was called. What was received before is still valid."""
 
     @classmethod
-    def connect(cls, path: str | Path, timeout_s: float = 10.0) -> "FrameSocket":
-        """Connect to a listening Unix socket. Raises `OSError`."""
+    def connect(cls, address: str | Path, timeout_s: float = 10.0) -> "FrameSocket":
+        """Connect to whoever listens at `address`. Raises `OSError`."""
+        tcp = tcp_address(address)
+        if tcp is not None:
+            connection = socket.create_connection(tcp, timeout=timeout_s)
+            # Frames are small and answer each other: none may wait for the next.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return cls(connection)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(timeout_s)
-            sock.connect(str(path))
+            sock.connect(str(address))
         except BaseException:
             sock.close()
             raise

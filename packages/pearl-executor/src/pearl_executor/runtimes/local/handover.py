@@ -4,6 +4,7 @@ Neither side waits: both go on with their iterations. A pull occupies the receiv
 worker follow each other at the paced bandwidth) and is delivered when it would be over. KV that nobody claims expires.
 """
 
+import hmac
 import math
 import socket
 from collections import deque
@@ -22,9 +23,13 @@ Clock = Callable[[], float]
 
 
 class KvRooms:
-    """The prefill side: KV by room, until the receiver says that it has it, or nobody came for `ttl_s` seconds."""
+    """The prefill side: KV by room, until the receiver says that it has it, or nobody came for `ttl_s` seconds.
 
-    def __init__(self, listener: socket.socket, poller: Poller, clock: Clock, ttl_s: float) -> None:
+    Whoever asks must show `key`; where only this user can reach the listener it may be empty.
+    """
+
+    def __init__(self, listener: socket.socket, poller: Poller, clock: Clock, ttl_s: float, key: str = "") -> None:
+        self._key = key
         self._clock = clock
         self._ttl_s = ttl_s
         self._rooms: dict[str, tuple[Blob, float]] = {}
@@ -49,6 +54,9 @@ class KvRooms:
         return min((end_s for _, end_s in self._rooms.values()), default=math.inf)
 
     def _serve(self, peer: FrameSocket, frame: Frame) -> None:
+        if not hmac.compare_digest(str(frame.head.get("key", "")).encode(), self._key.encode()):
+            peer.close()
+            return
         room = frame.head["room"]
         if frame.head["op"] == "drop":
             self.drop(room)
@@ -67,7 +75,7 @@ class Pull:
     call: int
     """The parent's call that the request answers."""
     peer: str
-    """Socket path of the prefill worker."""
+    """Address of the prefill worker."""
     asked_s: float
     due_s: float = math.inf
     """When the emulated transfer is over."""
@@ -88,6 +96,8 @@ class KvPulls:
     read_blob: BlobReader
     held_tokens: Callable[[list[int], str], int]
     timeout_s: float
+    key: str = ""
+    """Shown to prefill workers."""
     _pulls: dict[str, Pull] = field(default_factory=dict)
     _peers: dict[str, FrameSocket] = field(default_factory=dict)
     _link_free_s: float = 0.0
@@ -109,7 +119,7 @@ class KvPulls:
         except OSError as error:
             pull.error = f"the prefill worker cannot be reached: {error}"
             return
-        peer.send({"op": "pull", "room": rid, "start": start})
+        peer.send({"op": "pull", "room": rid, "start": start, "key": self.key})
 
     def cancel(self, rid: str | None) -> list[Pull]:
         """Give up one request, or all with None. Returns those that were waiting."""
@@ -198,4 +208,4 @@ class KvPulls:
 
     def _tell_dropped(self, pull: Pull) -> None:
         with suppress(OSError):
-            self._connect(pull.peer).send({"op": "drop", "room": pull.request.rid})
+            self._connect(pull.peer).send({"op": "drop", "room": pull.request.rid, "key": self.key})

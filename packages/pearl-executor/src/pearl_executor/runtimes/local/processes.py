@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pearl_executor.runtimes.local.channels import Channel, ChannelClosedError, ChannelError, Listener
 from pearl_executor.runtimes.local.frames import Frame
@@ -42,16 +42,53 @@ class ChildProcess:
     log: Path
     exited: "asyncio.Future[int]" = field(repr=False)
     """Becomes the exit code: negative where a signal ended it (minus the signal's number)."""
+    cause: str = ""
+    """How it ended, where whoever watches it knows better than the code says."""
 
     def how_it_ended(self) -> str:
         """One line on how the process ended, with the last line of its log where it failed by itself."""
         if not self.exited.done():
             return "it hung up"
+        if self.cause:
+            return self.cause
         code = self.exited.result()
         if code < 0:
             return f"ended by {signal.Signals(-code).name}"
         last = _last_line(self.log)
         return f"exited with code {code}" + (f": {last}" if code and last else "")
+
+
+class ProcessServer(Protocol):
+    """What starts and ends a run's processes: a fork server on this machine, or a cluster's own means."""
+
+    @property
+    def peer_key(self) -> str:
+        """What children show each other; empty where only this user reaches their sockets."""
+        ...
+
+    def peer_address(self, name: str) -> str:
+        """Where child `name` listens for other children; a `tcp://` address may leave host and port to the child."""
+        ...
+
+    async def spawn(
+        self,
+        name: str,
+        target: str,
+        arguments: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        gpus: Sequence[int] = (),
+    ) -> ChildProcess:
+        """Start a child that runs `target(channel, arguments)`; returns once it is connected. Raises `ProcessError`.
+
+        `name` is unique among living children. `gpus` are the run's GPUs that the child computes on. Cancelling leaves
+        no child.
+        """
+        ...
+
+    async def kill(self, child: ChildProcess) -> None:
+        """End `child` for certain. Raises `ProcessError` where that cannot be confirmed in time; it may be repeated."""
+        ...
 
 
 class ForkServer:
@@ -93,6 +130,15 @@ class ForkServer:
             raise ProcessError("the fork server is not open")
         return self._listener.folder
 
+    @property
+    def peer_key(self) -> str:
+        """Empty: the folder's permissions keep others out."""
+        return ""
+
+    def peer_address(self, name: str) -> str:
+        """A Unix socket of the child's own in the private folder."""
+        return str(self.folder / name)
+
     async def open(self) -> None:
         """Start the server's process. Its imports go on in the background; the first spawn waits for them."""
         if self._control is not None:
@@ -130,11 +176,14 @@ class ForkServer:
         arguments: Mapping[str, Any],
         *,
         environment: Mapping[str, str] | None = None,
+        gpus: Sequence[int] = (),
     ) -> ChildProcess:
         """Fork a child that runs `target(channel, arguments)`; returns once it is connected.
 
-        `name` is unique among living children and names its log. Raises `ProcessError`. Cancelling leaves no child.
+        `name` is unique among living children and names its log. `gpus` are emulated
+        here and need no device. Raises `ProcessError`. Cancelling leaves no child.
         """
+        del gpus
         if self._closed or self._listener is None:
             raise ProcessError(f"cannot start {name}: the fork server is not open")
         if name in self._children:

@@ -20,7 +20,7 @@ from pearl_executor.runtimes.local.fleet import Fleet, Member, OnLost, Timeouts
 from pearl_executor.runtimes.local.frames import Frame
 from pearl_executor.runtimes.local.generation import ModelCall, ModelCalls
 from pearl_executor.runtimes.local.hosting import EngineRecipe
-from pearl_executor.runtimes.local.processes import ForkServer
+from pearl_executor.runtimes.local.processes import ForkServer, ProcessServer
 from pearl_executor.runtimes.local.wire import Head, memory_from_wire, request_to_wire, samples_from_wire
 from pearl_state.roles import Role
 from pearl_state.samples import EngineSamples
@@ -41,7 +41,7 @@ class LocalRuntime:
         recipe: EngineRecipe,
         run_dir: Path | None = None,
         *,
-        forks: ForkServer | None = None,
+        forks: ProcessServer | None = None,
         timeouts: Timeouts | None = None,
         on_lost: OnLost | None = None,
     ) -> None:
@@ -158,7 +158,7 @@ class LocalRuntime:
         """Have all other workers connect to this one anew."""
         member = self._fleet.member(worker)
         others = self._fleet.others(member)
-        answers = [self._fleet.ask(other, "forget", {"peer": str(member.socket)}) for other in others]
+        answers = [self._fleet.ask(other, "forget", {"peer": member.socket}) for other in others]
         for answer in await asyncio.gather(*answers, return_exceptions=True):
             # A peer that is lost has nothing to renew; its loss is reported elsewhere.
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerLostError):
@@ -194,7 +194,7 @@ class LocalRuntime:
                 if call.interrupted:
                     return call.result(_ended(answer))
                 call.decoding = True
-                answer = await self._run(call, target, "decode", {**head, "peer": str(source.socket)}, body)
+                answer = await self._run(call, target, "decode", {**head, "peer": source.socket}, body)
                 return call.result(answer)
             except TransferError as error:
                 if source.gone.done():

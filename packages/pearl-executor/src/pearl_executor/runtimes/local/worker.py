@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pearl_executor.pacing import Pace
 from pearl_executor.ports import TransferError, WorkerError
-from pearl_executor.runtimes.local.frames import Frame, FrameSocket
+from pearl_executor.runtimes.local.frames import Frame, FrameSocket, listen
 from pearl_executor.runtimes.local.handover import KvPulls, KvRooms, Pull
 from pearl_executor.runtimes.local.hosting import Hosted, Output
 from pearl_executor.runtimes.local.polling import Poller
@@ -33,7 +33,10 @@ _CATCH_UP_S: Final = 0.02
 
 
 class Host:
-    """One engine and what surrounds it. `channel` leads to the parent; `listener` is where decode workers pull KV."""
+    """One engine and what surrounds it. `channel` leads to the parent; `listener` is where decode workers pull KV.
+
+    `address` is how they reach it, `key` what they must show.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,8 @@ class Host:
         *,
         room_ttl_s: float,
         pull_timeout_s: float,
+        address: str = "",
+        key: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -52,9 +57,10 @@ class Host:
         self._clock = clock
         self._poller = Poller()
         self._poller.add(channel, self._heard)
-        self._rooms = KvRooms(listener, self._poller, clock, room_ttl_s)
+        self._address = address
+        self._rooms = KvRooms(listener, self._poller, clock, room_ttl_s, key)
         self._pulls = KvPulls(
-            self._poller, clock, pace, hosted.read_blob, hosted.engine.held_tokens, timeout_s=pull_timeout_s
+            self._poller, clock, pace, hosted.read_blob, hosted.engine.held_tokens, timeout_s=pull_timeout_s, key=key
         )
         self._inbox: deque[Frame] = deque()
         self._calls: dict[str, int] = {}
@@ -205,7 +211,7 @@ class Host:
 
     def _describe(self, frame: Frame) -> Head:
         del frame
-        return {"role": self._engine.role}
+        return {"role": self._engine.role, "peer": self._address}
 
     def _generate(self, frame: Frame) -> None:
         self._check_new(frame, Role.PREFILL if frame.head["op"] == "prefill" else Role.COLOCATED)
@@ -315,9 +321,8 @@ def main(channel: FrameSocket, arguments: dict[str, Any]) -> None:
     module, _, name = arguments["factory"].partition(":")
     build = getattr(importlib.import_module(module), name)
     hosted: Hosted = build(arguments["settings"], Role(arguments["role"]))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(arguments["socket"])
-        listener.listen()
+    listener, address = listen(arguments["listen"])
+    with listener:
         Host(
             channel,
             listener,
@@ -325,4 +330,6 @@ def main(channel: FrameSocket, arguments: dict[str, Any]) -> None:
             Pace(**arguments["pace"]),
             room_ttl_s=arguments["room_ttl_s"],
             pull_timeout_s=arguments["pull_timeout_s"],
+            address=address,
+            key=arguments["key"],
         ).run()
