@@ -1,0 +1,252 @@
+"""Elastic Resource Scaling: GPUs move to the side that waits, as TideRL section 5.2. Pure.
+
+At the boundary after each update, before the new weights are broadcast, the buffer says how ready the data is:
+
+- *generation deficit*: it holds less than B_ideal. The trainer would starve, so reference and actor share GPUs
+  (colocated) and the reference's go to rollout.
+- *consumption deficit*: its oldest micro-batch waited longer than τ·T_step, or RAS is beyond the break-even of the
+  decoupled mode. Rollout would stall, so a rollout rank becomes the trainer's reference rank (decoupled).
+
+A cold start or an evaluation sends everything to rollout at once. After a scale-down of rollout the trainer takes less
+than it could, down to B_min (adaptive retention), so that rollout catches up. A decision becomes a plan of the one
+format over the one table (`scaling_plan`): rollout works on a training GPU as the overlap worker above it, exactly as
+when training lends all of its GPUs, and the cost of a move comes from the same `ToggleCosts`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from pearl_planner.gate import ToggleCosts
+from pearl_planner.ref_actor import RefActorMode
+from pearl_planner.transition import WorkerCosts, choose_members, plan_transition
+from pearl_state.configuration import Configuration
+from pearl_state.lifecycle import Lifecycle
+from pearl_state.plan import PlanId, TransitionPlan
+from pearl_state.roles import Role, Zone
+from pearl_state.table import WorkerTable
+from pearl_state.worker import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchInterval:
+    """[B_min, B_ideal] of elastic batching, in trajectories: any volume between them makes a step."""
+
+    minimum: int
+    """Least that makes an effective step."""
+    ideal: int
+    """What fills the trainer's memory and compute."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.minimum <= self.ideal:
+            raise ValueError(f"batch interval [{self.minimum}, {self.ideal}]: needs 1 <= minimum <= ideal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadinessSettings:
+    """Bounds of scaling."""
+
+    batch: BatchInterval
+    head_of_line_factor: float = 1.0
+    """τ: the oldest ready micro-batch may wait this many steps."""
+    min_rollout_ranks: int = 1
+    min_actor_ranks: int = 1
+    max_trainer_growth: int = 1
+    """Ranks that the trainer gains in one step, at most (section 6.3: plans are conservative)."""
+    retention_steps: int = 2
+    """Steps after a scale-down of rollout in which the trainer paces itself."""
+    hidden_s: float = 3.0
+    """Duration of the weight broadcast, under which a role switch hides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferReadiness:
+    """The global buffer at the post-update boundary, and what led there."""
+
+    ready: int
+    """Trajectories that are ready."""
+    ras: int
+    """Micro-batches that are ready at the start of the next step (N0)."""
+    tprm_s: float
+    """Interval at which further ones become ready, smoothed over steps."""
+    head_of_line_s: float
+    """How long the oldest ready micro-batch has waited."""
+    step_s: float
+    """Average duration of a step (T_step)."""
+    break_even_ras: int | None = None
+    """RAS from which on decoupled mode is faster (`ref_actor.break_even_ras`); None: it never is."""
+    cold_start: bool = False
+    """No step was made yet."""
+    evaluating: bool = False
+    """Evaluation tasks are about to run beside the next step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSplit:
+    """Who has how many ranks."""
+
+    rollout: int
+    actor: int
+    reference: int = 0
+    """Ranks that only run the reference; 0 in colocated mode."""
+
+    @property
+    def total(self) -> int:
+        """All ranks; scaling never changes it."""
+        return self.rollout + self.actor + self.reference
+
+    @property
+    def mode(self) -> RefActorMode:
+        """Decoupled where the reference has ranks of its own."""
+        return RefActorMode.DECOUPLED if self.reference else RefActorMode.COLOCATED
+
+
+class ScalingReason(StrEnum):
+    """Why ranks move, or do not."""
+
+    COLD_START = "cold_start"
+    EVALUATION = "evaluation"
+    GENERATION_DEFICIT = "generation_deficit"
+    CONSUMPTION_DEFICIT = "consumption_deficit"
+    BALANCED = "balanced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingDecision:
+    """The split of the next step."""
+
+    split: RankSplit
+    reason: ScalingReason
+    fetch: int
+    """Trajectories the next step takes at most (B_min … B_ideal)."""
+    exposed_s: float = 0.0
+    """What the move costs beyond the broadcast it hides under, seconds."""
+    paced_steps: int = 0
+    """Steps for which the trainer still paces itself."""
+
+    @property
+    def mode(self) -> RefActorMode:
+        """How reference and actor share the trainer's ranks."""
+        return self.split.mode
+
+
+def generation_deficit(buffer: BufferReadiness, batch: BatchInterval) -> int:
+    """Trajectories that the buffer lacks of B_ideal."""
+    return max(0, batch.ideal - buffer.ready)
+
+
+def consumption_deficit(buffer: BufferReadiness, settings: ReadinessSettings) -> bool:
+    """Whether the trainer cannot keep up: HoL latency above τ·T_step, or RAS at the break-even or beyond.
+
+    A buffer that lacks anything of B_ideal has no backlog, whatever its oldest entry's age.
+    """
+    if generation_deficit(buffer, settings.batch):
+        return False
+    waits = buffer.head_of_line_s > settings.head_of_line_factor * buffer.step_s
+    return waits or (buffer.break_even_ras is not None and buffer.ras >= buffer.break_even_ras)
+
+
+def decide_scaling(
+    buffer: BufferReadiness,
+    split: RankSplit,
+    settings: ReadinessSettings,
+    *,
+    costs: ToggleCosts | None = None,
+    paced_steps: int = 0,
+) -> ScalingDecision:
+    """The split, mode and fetch size of the next step. `paced_steps` is what the decision before this one returned.
+
+    Never moves more than `max_trainer_growth` ranks to the trainer at a time, nor below a side's least; what rollout
+    gives up it gives to a reference rank first, then to the actor.
+    """
+    costs = costs or ToggleCosts()
+    batch = settings.batch
+    if buffer.cold_start or buffer.evaluating:
+        reason = ScalingReason.COLD_START if buffer.cold_start else ScalingReason.EVALUATION
+        target = _most_rollout(split, settings)
+    elif generation_deficit(buffer, batch):
+        reason, target = ScalingReason.GENERATION_DEFICIT, _more_rollout(buffer, split, settings)
+    elif consumption_deficit(buffer, settings):
+        reason, target = ScalingReason.CONSUMPTION_DEFICIT, _more_training(split, settings)
+    else:
+        reason, target = ScalingReason.BALANCED, split
+    shrank = target.rollout < split.rollout
+    paced = settings.retention_steps if shrank else max(0, paced_steps - 1)
+    moved = abs(target.rollout - split.rollout)
+    return ScalingDecision(
+        split=target,
+        reason=reason,
+        fetch=_fetch(buffer, batch, paced),
+        exposed_s=max(0.0, costs.toggle_s - settings.hidden_s) if moved else 0.0,
+        paced_steps=paced,
+    )
+
+
+def _most_rollout(split: RankSplit, settings: ReadinessSettings) -> RankSplit:
+    return RankSplit(rollout=split.total - settings.min_actor_ranks, actor=settings.min_actor_ranks)
+
+
+def _more_rollout(buffer: BufferReadiness, split: RankSplit, settings: ReadinessSettings) -> RankSplit:
+    """Reference ranks go to rollout; of the actor's, one more where less than B_min is ready."""
+    freed = split.reference
+    actor = split.actor
+    if not freed and buffer.ready < settings.batch.minimum and actor > settings.min_actor_ranks:
+        actor -= 1
+        freed = 1
+    return RankSplit(rollout=split.rollout + freed, actor=actor)
+
+
+def _more_training(split: RankSplit, settings: ReadinessSettings) -> RankSplit:
+    moved = min(settings.max_trainer_growth, split.rollout - settings.min_rollout_ranks)
+    if moved <= 0:
+        return split
+    if not split.reference:
+        return RankSplit(rollout=split.rollout - moved, actor=split.actor + moved - 1, reference=1)
+    return replace(split, rollout=split.rollout - moved, actor=split.actor + moved)
+
+
+def _fetch(buffer: BufferReadiness, batch: BatchInterval, paced_steps: int) -> int:
+    """B_ideal; while pacing only so much that half of what is ready stays, but never less than B_min."""
+    if not paced_steps:
+        return batch.ideal
+    return min(batch.ideal, max(batch.minimum, buffer.ready // 2))
+
+
+def scaling_plan(
+    table: WorkerTable,
+    rollout_ranks: int,
+    *,
+    plan_id: PlanId,
+    costs: WorkerCosts | None = None,
+    prepared: Mapping[WorkerId, Role] | None = None,
+    deadline_s: float | None = None,
+) -> TransitionPlan | None:
+    """The plan that has `rollout_ranks` workers serve, colocated, on the table; None where they do already.
+
+    Rollout grows by prepared workers above training GPUs (PENDING_WEIGHTS, overlap zone) and shrinks by the overlap
+    workers that cost least to interrupt, so that dedicated GPUs stay with rollout. A plan that shrinks is mandatory:
+    training waits for the GPU. Raises `PlanError` where fewer workers are at hand than wanted.
+    """
+    costs = costs or WorkerCosts()
+    active = frozenset(table.active())
+    dedicated = [id_ for id_ in active if table.rows[id_].zone is Zone.DEDICATED]
+    overlap = [id_ for id_ in active if table.rows[id_].zone is Zone.OVERLAP]
+    if rollout_ranks == len(active):
+        return None
+    if rollout_ranks < len(active):
+        kept = choose_members(table, candidates=overlap, count=max(0, rollout_ranks - len(dedicated)), costs=costs)
+        own = choose_members(table, candidates=dedicated, count=min(len(dedicated), rollout_ranks), costs=costs)
+        members = kept | own
+    else:
+        standby = table.where(Lifecycle.PENDING_WEIGHTS)
+        members = active | choose_members(table, candidates=standby, count=rollout_ranks - len(active), costs=costs)
+    return plan_transition(
+        table,
+        members=members,
+        target=Configuration(colocated=rollout_ranks),
+        plan_id=plan_id,
+        costs=costs,
+        prepared=prepared or {},
+        mandatory=rollout_ranks < len(active),
+        deadline_s=deadline_s,
+    )

@@ -1,0 +1,167 @@
+"""Elastic Resource Scaling: each reason by hand, bounds that hold, and plans of the one format on the one table."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pearl_planner.gate import ToggleCosts
+from pearl_planner.readiness import (
+    BatchInterval,
+    BufferReadiness,
+    RankSplit,
+    ReadinessSettings,
+    ScalingReason,
+    consumption_deficit,
+    decide_scaling,
+    generation_deficit,
+    scaling_plan,
+)
+from pearl_planner.ref_actor import RefActorMode
+from pearl_planner.transition import PlanError, WorkerCosts, verify_plan
+from pearl_state.configuration import Configuration
+from pearl_state.lifecycle import Lifecycle
+from pearl_state.plan import PlanId
+from pearl_state.roles import Role, Zone
+from pearl_state.table import WorkerTable
+from pearl_state.worker import GpuId, Worker, WorkerId
+
+SETTINGS = ReadinessSettings(batch=BatchInterval(minimum=32, ideal=64), retention_steps=2, hidden_s=3.0)
+BUFFER = BufferReadiness(ready=64, ras=4, tprm_s=5.0, head_of_line_s=10.0, step_s=60.0, break_even_ras=8)
+SPLIT = RankSplit(rollout=4, actor=4)
+
+
+def test_deficits_are_what_the_buffer_lacks_and_what_waits_too_long() -> None:
+    assert generation_deficit(replace(BUFFER, ready=40), SETTINGS.batch) == 24
+    assert generation_deficit(replace(BUFFER, ready=90), SETTINGS.batch) == 0
+    assert not consumption_deficit(BUFFER, SETTINGS)
+    assert consumption_deficit(replace(BUFFER, head_of_line_s=61.0), SETTINGS)
+    assert consumption_deficit(replace(BUFFER, ras=8), SETTINGS)
+    assert not consumption_deficit(replace(BUFFER, ras=99, break_even_ras=None), SETTINGS)
+    assert not consumption_deficit(replace(BUFFER, ready=63, head_of_line_s=999.0), SETTINGS)
+
+
+def test_a_starving_trainer_colocates_and_its_reference_ranks_go_to_rollout() -> None:
+    split = RankSplit(rollout=3, actor=4, reference=1)
+    made = decide_scaling(replace(BUFFER, ready=40), split, SETTINGS)
+    assert (made.reason, made.mode) == (ScalingReason.GENERATION_DEFICIT, RefActorMode.COLOCATED)
+    assert made.split == RankSplit(rollout=4, actor=4)
+    again = decide_scaling(replace(BUFFER, ready=40), made.split, SETTINGS)
+    assert again.split == made.split
+    worse = decide_scaling(replace(BUFFER, ready=10), made.split, SETTINGS)
+    assert worse.split == RankSplit(rollout=5, actor=3)
+
+
+def test_a_backlog_takes_one_rollout_rank_for_the_reference_at_a_time() -> None:
+    backlog = replace(BUFFER, head_of_line_s=61.0)
+    first = decide_scaling(backlog, SPLIT, SETTINGS)
+    assert (first.reason, first.mode) == (ScalingReason.CONSUMPTION_DEFICIT, RefActorMode.DECOUPLED)
+    assert first.split == RankSplit(rollout=3, actor=4, reference=1)
+    second = decide_scaling(backlog, first.split, SETTINGS)
+    assert second.split == RankSplit(rollout=2, actor=5, reference=1)
+    least = decide_scaling(backlog, RankSplit(rollout=1, actor=6, reference=1), SETTINGS)
+    assert least.split.rollout == 1
+
+
+@pytest.mark.parametrize("field", ["cold_start", "evaluating"])
+def test_cold_starts_and_evaluations_send_everything_to_rollout_at_once(field: str) -> None:
+    made = decide_scaling(replace(BUFFER, **{field: True}), RankSplit(rollout=2, actor=5, reference=1), SETTINGS)
+    assert made.split == RankSplit(rollout=7, actor=1)
+    assert made.reason is (ScalingReason.COLD_START if field == "cold_start" else ScalingReason.EVALUATION)
+
+
+def test_a_balanced_buffer_moves_nobody() -> None:
+    made = decide_scaling(BUFFER, SPLIT, SETTINGS)
+    assert (made.split, made.reason, made.exposed_s) == (SPLIT, ScalingReason.BALANCED, 0.0)
+
+
+def test_after_a_scale_down_of_rollout_the_trainer_takes_less_for_a_while() -> None:
+    """Two steps at half of what is ready, within [32, 64], then B_ideal again."""
+    made = decide_scaling(replace(BUFFER, ready=100, head_of_line_s=61.0), SPLIT, SETTINGS)
+    assert (made.fetch, made.paced_steps) == (50, 2)
+    then = decide_scaling(replace(BUFFER, ready=40), made.split, SETTINGS, paced_steps=made.paced_steps)
+    assert (then.fetch, then.paced_steps) == (32, 1)
+    last = decide_scaling(BUFFER, then.split, SETTINGS, paced_steps=then.paced_steps)
+    assert (last.fetch, last.paced_steps) == (64, 0)
+
+
+def test_a_move_costs_what_the_broadcast_does_not_hide_by_the_account_of_borrowing() -> None:
+    costs = ToggleCosts(prior_activation_s=4.0, prior_deactivation_s=2.0)
+    backlog = replace(BUFFER, head_of_line_s=61.0)
+    assert decide_scaling(backlog, SPLIT, SETTINGS, costs=costs).exposed_s == 3.0
+    seen = costs.observe_activation(1.0).observe_deactivation(1.0)
+    assert decide_scaling(backlog, SPLIT, SETTINGS, costs=seen).exposed_s == 0.0
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 7),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(0, 200),
+    st.integers(0, 20),
+    st.floats(0, 200),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_ranks_are_conserved_bounds_hold_and_the_trainer_grows_by_one(
+    rollout: int, reference: int, actor: int, ready: int, ras: int, waits_s: float, evaluating: bool, paced: int
+) -> None:
+    split = RankSplit(rollout=rollout, actor=actor, reference=reference)
+    buffer = replace(BUFFER, ready=ready, ras=ras, head_of_line_s=waits_s, evaluating=evaluating)
+    made = decide_scaling(buffer, split, SETTINGS, paced_steps=paced)
+    assert made.split.total == split.total
+    assert made.split.rollout >= min(SETTINGS.min_rollout_ranks, split.rollout)
+    assert made.split.actor >= min(SETTINGS.min_actor_ranks, split.actor)
+    assert split.rollout - made.split.rollout <= SETTINGS.max_trainer_growth
+    assert SETTINGS.batch.minimum <= made.fetch <= SETTINGS.batch.ideal
+
+
+def one_table(overlap_active: int, overlap_prepared: int, dedicated: int = 2) -> WorkerTable:
+    """Training GPUs 0-3, each with an overlap worker above it, and dedicated rollout GPUs."""
+    training = [
+        Worker(id=WorkerId(i), gpus=frozenset({GpuId(i)}), role=Role.TRAINING, zone=Zone.OVERLAP) for i in range(4)
+    ]
+    overlap = [
+        Worker(id=WorkerId(4 + i), gpus=frozenset({GpuId(i)}), role=Role.COLOCATED, zone=Zone.OVERLAP) for i in range(4)
+    ]
+    own = [
+        Worker(id=WorkerId(8 + i), gpus=frozenset({GpuId(4 + i)}), role=Role.COLOCATED, zone=Zone.DEDICATED)
+        for i in range(dedicated)
+    ]
+    table = WorkerTable().bind(*training, *overlap, *own)
+    up = [w.id for w in overlap[: overlap_active + overlap_prepared]] + [w.id for w in own]
+    table = table.move(up, Lifecycle.STARTING).move(up, Lifecycle.PENDING_WEIGHTS)
+    table = table.update([replace(table.rows[id_], weight_version=0) for id_ in up])
+    return table.move([*up[:overlap_active], *(w.id for w in own)], Lifecycle.ACTIVE)
+
+
+def test_rollout_grows_by_prepared_workers_above_training_gpus() -> None:
+    table = one_table(overlap_active=1, overlap_prepared=2)
+    plan = scaling_plan(table, 5, plan_id=PlanId(7))
+    assert plan is not None
+    verify_plan(table, plan)
+    assert set(plan.add) == {5, 6}
+    assert not plan.remove
+    assert not plan.mandatory
+    assert plan.target == Configuration(colocated=5)
+    with pytest.raises(PlanError, match="at hand"):
+        scaling_plan(table, 6, plan_id=PlanId(7))
+
+
+def test_rollout_shrinks_by_the_overlap_workers_that_cost_least() -> None:
+    table = one_table(overlap_active=3, overlap_prepared=0)
+    costs = WorkerCosts(load={WorkerId(4): 9.0, WorkerId(5): 1.0, WorkerId(6): 5.0})
+    plan = scaling_plan(table, 3, plan_id=PlanId(7), costs=costs, deadline_s=9.0)
+    assert plan is not None
+    verify_plan(table, plan)
+    assert plan.remove == {5, 6}
+    assert plan.mandatory
+    assert plan.deadline_s == 9.0
+    assert scaling_plan(table, 5, plan_id=PlanId(8)) is None
+
+
+def test_a_batch_interval_must_be_one() -> None:
+    with pytest.raises(ValueError, match="minimum <= ideal"):
+        BatchInterval(minimum=5, ideal=4)
