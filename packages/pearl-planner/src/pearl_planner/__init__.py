@@ -14,6 +14,7 @@ from pearl_planner.fit import (
     fit_workload,
 )
 from pearl_planner.gate import GateVerdict, ToggleCosts, borrow_gate
+from pearl_planner.guest import Guest
 from pearl_planner.makespan import MakespanModel, PrintedModel, printed_colocated, printed_disaggregated
 from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed, pearl, static_pd
 from pearl_planner.roofline import Efficiency, PlanningInputs, planning_inputs, platform_profile
@@ -29,6 +30,7 @@ __all__ = [
     "FitSettings",
     "GateVerdict",
     "GpuSpec",
+    "Guest",
     "MakespanModel",
     "ModelPolicy",
     "ModelSpec",

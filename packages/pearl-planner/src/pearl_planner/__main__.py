@@ -1,23 +1,26 @@
-"""`python -m pearl_planner decide …`: the PD Decision Engine from the command line.
+"""`python -m pearl_planner decide …`: the PD Decision Engine from the command line; `serve …`: the same over HTTP.
 
 Exit codes: 0 a configuration was selected, 2 bad input (one line on stderr), 3 nothing meets every constraint.
 """
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from pearl_planner.catalog import PROFILES, find_gpu, find_model, find_profile
 from pearl_planner.decide import BOTH_MODES, DecideSettings, decide
 from pearl_planner.explain import deciding_constraints, explain
+from pearl_planner.guest import Guest
 from pearl_planner.roofline import PlanningInputs, planning_inputs
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision, Reason
 from pearl_state.errors import StateError
 from pearl_state.roles import Mode
 
+_TOKEN: Final = "PEARL_PLANNER_TOKEN"
 _OK, _BAD_INPUT, _INFEASIBLE = 0, 2, 3
 
 
@@ -51,7 +54,50 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--makespan", choices=("extended", "printed"), default="extended", help="model that decides")
     ask.add_argument("--mode", choices=[str(m) for m in Mode], help="only this mode")
     ask.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    serve = command.add_parser(
+        "serve",
+        help="answer over HTTP",
+        epilog="example: python -m pearl_planner serve --model qwen3-8b --gpu h800 --tp 2 --port 8400",
+        description=f"Answer other processes over HTTP. ${_TOKEN} is the token that callers must send, if set.",
+    )
+    serve.add_argument("--model", required=True, help="model of the catalog, like qwen3-8b")
+    serve.add_argument("--gpu", required=True, help="GPU of the catalog, like h800")
+    serve.add_argument("--tp", type=_workers, default=1, help="GPUs of one worker (default: %(default)s)")
+    serve.add_argument("--profile", default=PROFILES[0], help="bundled workload profile (default: %(default)s)")
+    serve.add_argument("--trust-prior", action="store_true", help="choose ratios before anything was measured")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8400, help="port; 0 takes a free one (default: %(default)s)")
     return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    # Only here: a decision needs no HTTP server.
+    from pearl_planner.serve import PlannerServer
+
+    guest = Guest.start(
+        model=arguments.model,
+        gpu=arguments.gpu,
+        tensor_parallel=arguments.tp,
+        profile=arguments.profile,
+        calibrated=arguments.trust_prior,
+    )
+    token = os.environ.get(_TOKEN, "")
+    if not token and arguments.host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(
+            f"--host {arguments.host} is open to others: set ${_TOKEN} to the token that callers must send"
+        )
+    try:
+        server = PlannerServer(guest, host=arguments.host, port=arguments.port, token=token)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"cannot listen on {arguments.host} port {arguments.port}: {error}") from None
+    with server:
+        host, port = server.server_address[:2]
+        print(f"listening on http://{host!s}:{port}" + (" (token required)" if token else ""), flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return _OK
+    return _OK
 
 
 def _decide(arguments: argparse.Namespace) -> tuple[Decision, PlanningInputs]:
@@ -81,6 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.command == "serve":
+            return _serve(arguments)
         decision, inputs = _decide(arguments)
     except (StateError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
