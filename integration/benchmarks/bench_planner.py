@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pearl_planner import WorkerCosts, decide, find_profile, plan_transition, verify_plan
+from pearl_planner.allocate import Demand, target_configuration
+from pearl_planner.forecast import WorkloadPredictor
 from pearl_state import (
     Configuration,
     GpuId,
@@ -23,6 +25,9 @@ from pearl_state import (
     WorkloadProfile,
     Zone,
 )
+from pearl_state.phases import PhaseChange, follow_up
+from pearl_state.trajectory import GroupId, TrajectoryId
+from pearl_state.trajectory import TrajectoryPhase as Phase
 
 PROFILE = find_profile("swe-32k")
 WORKLOAD = WorkloadProfile(**PROFILE.workload)
@@ -111,12 +116,63 @@ def updates(repeats: int) -> dict[str, float]:
     return out
 
 
+def forecasts(repeats: int) -> dict[str, float]:
+    """Seconds of a forecast with its allocation for 1,000 live trajectories and 64 instances."""
+    predictor, instances = live_trajectories(1_000), [WorkerId(i) for i in range(64)]
+
+    def run() -> object:
+        found = predictor.forecast(
+            1_000.0, prefill=instances, profiled_tokens_per_s=50_000.0, kv_bytes_per_token=147_456.0
+        )
+        demand = Demand(
+            prefill_tokens=found.prefill_tokens,
+            decode_kv_bytes=found.decode_kv_bytes + found.admitted_kv_bytes,
+            horizon_s=found.horizon_s,
+            prefill_tokens_per_s=found.tokens_per_s,
+            kv_capacity_bytes=120e9,
+        )
+        return target_configuration(demand, len(instances))
+
+    return {"forecast and allocation, 1,000 trajectories": best_s(run, number=1, repeats=repeats)}
+
+
+def live_trajectories(count: int) -> WorkloadPredictor:
+    """A predictor that saw `count` trajectories through a turn and has them now in every phase."""
+    predictor = WorkloadPredictor()
+    ways = (Phase.ENVIRONMENT_STARTING, Phase.READY, Phase.PREFILL, Phase.DECODE, Phase.TOOL, Phase.READY, Phase.DECODE)
+    for i in range(2 * count):
+        record = PhaseChange(
+            trajectory=TrajectoryId(f"t{i:06d}"),
+            group=GroupId(f"g{i // 32}"),
+            phase=Phase.SAMPLED,
+            at_s=900.0,
+            task="swe",
+        )
+        predictor.observe(record)
+        # The first half came all the way and teaches; of the second, each stopped somewhere else.
+        for k, phase in enumerate(ways if i < count else ways[: 1 + i % len(ways)]):
+            record = follow_up(
+                record,
+                phase,
+                901.0 + 5.0 * k + 0.01 * (i % 97),
+                prompt_tokens=1_000 + 300 * k + i % 500,
+                instance=WorkerId(i % 64) if phase in (Phase.READY, Phase.PREFILL) else None,
+                load=i % 40,
+                tool=f"tool{i % 5}" if phase is Phase.TOOL else "",
+            )
+            predictor.observe(record)
+        if i < count:
+            predictor.observe(follow_up(record, Phase.FAILED, 950.0))
+    return predictor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=50, help="rounds of each measurement (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, seconds")
     arguments = parser.parse_args()
     figures = {**decisions(arguments.repeats), **plans(arguments.repeats), **updates(arguments.repeats)}
+    figures |= forecasts(arguments.repeats)
     if arguments.json:
         print(json.dumps(figures))
         return

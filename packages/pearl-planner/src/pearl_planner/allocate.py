@@ -1,0 +1,175 @@
+"""How many instances prefill and how many decode: Prorsa section 4.2, eq. (1).
+
+    n_P = ⌈W^P (1 + δ) / (S θ^P)⌉      n_D = ⌈(K^D + K̂^D)(1 + δ) / C_KV⌉      m_P n_P + m_D n_D ≤ G
+
+With a = W^P / (S θ^P) and b = (K^D + K̂^D) / C_KV an allocation (n_P, n_D) bears exactly the margins up to
+min(n_P / a, n_D / b) - 1, so the largest common margin is the maximum of that over all allocations in the budget, and
+where it is negative the same maximum minimizes the larger demand-to-capacity ratio: the paper's fallback. One search
+serves both.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from pearl_planner.switching import SwitchCosts, switch_between
+from pearl_state.configuration import Configuration
+
+_EXACT: Final = 1e-9
+"""Relative difference below which two margins are the same number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What eq. (1) divides and by what. Tokens are full prompts, KV is bytes."""
+
+    prefill_tokens: float
+    """W^P."""
+    decode_kv_bytes: float
+    """K^D + K̂^D."""
+    horizon_s: float
+    """S."""
+    prefill_tokens_per_s: float
+    """θ^P of one instance."""
+    kv_capacity_bytes: float
+    """C_KV of one decode instance."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for numbers out of range."""
+        for name in ("prefill_tokens", "decode_kv_bytes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"demand: {name} = {value} must be a finite number of at least 0")
+        for name in ("horizon_s", "prefill_tokens_per_s", "kv_capacity_bytes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"demand: {name} = {value} must be a finite number above 0")
+
+    @property
+    def prefill(self) -> float:
+        """a: prefill instances without margin, not rounded."""
+        return self.prefill_tokens / (self.horizon_s * self.prefill_tokens_per_s)
+
+    @property
+    def decode(self) -> float:
+        """b: decode instances without margin, not rounded."""
+        return self.decode_kv_bytes / self.kv_capacity_bytes
+
+    def margin(self, prefill: int, decode: int) -> float:
+        """The largest δ that (n_P, n_D) bears: min(n_P / a, n_D / b) - 1; infinite without demand."""
+        ratios = [n / need for n, need in ((prefill, self.prefill), (decode, self.decode)) if need > 0]
+        return min(ratios, default=math.inf) - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Instances of each role."""
+
+    prefill: int
+    decode: int
+    margin: float
+    """δ; negative where the demand exceeds the budget, infinite without demand."""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the budget meets the demand at δ = 0."""
+        return self.margin >= 0.0
+
+
+def instances_for(need: float, margin: float) -> int:
+    """⌈need · (1 + δ)⌉, at least 1: a pair needs both roles. Rounds away what floating point adds to a whole number."""
+    wanted = need * (1.0 + margin)
+    return max(1, math.ceil(wanted - _EXACT * max(1.0, wanted)))
+
+
+def allocate(demand: Demand, *, gpus: int, prefill_gpus: int = 1, decode_gpus: int = 1) -> Allocation:
+    """The instance counts of eq. (1) at the largest δ within `gpus`; the min-max fallback where none is ≥ 0.
+
+    `prefill_gpus` and `decode_gpus` are m_P and m_D: the roles may have different parallelism. Without demand of one
+    role it gets one instance, and the other all that is left. Raises `ValueError` where the budget holds no pair.
+    """
+    if prefill_gpus < 1 or decode_gpus < 1:
+        raise ValueError(f"{prefill_gpus} and {decode_gpus} GPUs an instance: must be at least 1")
+    if gpus < prefill_gpus + decode_gpus:
+        raise ValueError(f"{gpus} GPUs hold no pair of {prefill_gpus} + {decode_gpus} GPUs")
+    prefill, decode, margin = _best(demand, gpus, prefill_gpus, decode_gpus)
+    if margin < 0.0 or math.isinf(margin):
+        return Allocation(prefill=prefill, decode=decode, margin=margin)
+    return Allocation(
+        prefill=min(prefill, instances_for(demand.prefill, margin)) if demand.prefill else prefill,
+        decode=min(decode, instances_for(demand.decode, margin)) if demand.decode else decode,
+        margin=margin,
+    )
+
+
+def _best(demand: Demand, gpus: int, prefill_gpus: int, decode_gpus: int) -> tuple[int, int, float]:
+    """The allocation with the largest margin, of equals the one with the fewest prefill instances."""
+    prefill = np.arange(1, (gpus - decode_gpus) // prefill_gpus + 1)
+    decode = (gpus - prefill_gpus * prefill) // decode_gpus
+    a, b = demand.prefill, demand.decode
+    bears = np.minimum(prefill / a if a else np.inf, decode / b if b else np.inf)
+    at = int(np.argmax(bears >= bears.max() * (1.0 - _EXACT)))
+    n_prefill, n_decode = int(prefill[at]), int(decode[at])
+    return n_prefill, n_decode, demand.margin(n_prefill, n_decode)
+
+
+def target_configuration(demand: Demand, workers: int) -> Configuration:
+    """The ratio for `workers` equal workers, all of which serve: what eq. (1) leaves over joins the role with the
+    larger demand-to-capacity ratio. Raises `ValueError` below two workers.
+    """
+    if workers < 2:
+        raise ValueError(f"{workers} workers hold no pair")
+    found = allocate(demand, gpus=workers)
+    prefill, decode = found.prefill, found.decode
+    for _ in range(workers - prefill - decode):
+        if demand.prefill * decode > demand.decode * prefill:
+            prefill += 1
+        else:
+            decode += 1
+    return Configuration(prefill=prefill, decode=decode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a switch pays, and the account of it."""
+
+    target: Configuration
+    switch: bool
+    gain_s: float
+    """Seconds of service that the larger margin saves over `persistence_s`."""
+    cost_s: float
+    margin: float
+    """δ of the target."""
+    margin_before: float
+
+
+def weigh_switch(
+    demand: Demand,
+    *,
+    current: Configuration,
+    target: Configuration,
+    costs: SwitchCosts,
+    persistence_s: float,
+    cached_prefill_s: float = 0.0,
+) -> Verdict:
+    """The gain of going from `current` to `target` against its cost, on the account that every policy shares.
+
+    At margin δ the scarcer role does a window's work in S / (1 + δ) seconds, so a switch from δ₀ to δ₁ saves
+    1 - (1 + δ₀) / (1 + δ₁) of the time for as long as the demand stays as it is (`persistence_s`). Its cost is
+    `switch_between`'s: the share of workers that do not serve meanwhile, and the cached prefixes that go with them.
+    """
+    before = demand.margin(current.prefill, current.decode)
+    after = demand.margin(target.prefill, target.decode)
+    cost_s = switch_between(current, target, costs, cached_prefill_s).cost_s
+    saved = 0.0 if math.isinf(before) else 1.0 - (1.0 + before) / (1.0 + after) if math.isfinite(after) else 1.0
+    gain_s = max(0.0, saved) * persistence_s
+    return Verdict(
+        target=target,
+        switch=target != current and gain_s > cost_s,
+        gain_s=gain_s,
+        cost_s=cost_s,
+        margin=after,
+        margin_before=before,
+    )

@@ -1,0 +1,47 @@
+"""The multiplicative bias correction of Prorsa B.8: what was measured over what was forecast, of the windows so far."""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+_LEAST: Final = 0.1
+_MOST: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BiasCorrection:
+    """Both sums fade with the same weight, so that a window counts by its tokens and an empty one hardly at all."""
+
+    weight: float = 0.2
+    """Of the newest window."""
+    measured: float = 0.0
+    forecast: float = 0.0
+    windows: int = 0
+
+    @property
+    def factor(self) -> float:
+        """What a raw forecast is multiplied by; 1 before the first window."""
+        if self.measured <= 0.0 or self.forecast <= 0.0:
+            return 1.0
+        return min(_MOST, max(_LEAST, self.measured / self.forecast))
+
+    def observe(self, raw_tokens: float, measured_tokens: float) -> "BiasCorrection":
+        """Take the residual of one window in: its raw forecast and what it then had."""
+        keep = 1.0 - self.weight if self.windows else 0.0
+        take = self.weight if self.windows else 1.0
+        return replace(
+            self,
+            measured=keep * self.measured + take * measured_tokens,
+            forecast=keep * self.forecast + take * raw_tokens,
+            windows=self.windows + 1,
+        )
+
+
+def wape(pairs: list[tuple[float, float]]) -> float:
+    """Weighted absolute percentage error over (forecast, measured): Σ|forecast - measured| / Σ measured (section 5.5).
+
+    Raises `ValueError` where nothing was measured.
+    """
+    total = sum(measured for _, measured in pairs)
+    if total <= 0.0:
+        raise ValueError("no window measured any token: there is no error to speak of")
+    return sum(abs(forecast - measured) for forecast, measured in pairs) / total

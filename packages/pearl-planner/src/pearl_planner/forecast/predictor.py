@@ -1,0 +1,299 @@
+"""The workload predictor of Prorsa section 4.1: changes of phase in, forecasts of the next S seconds out.
+
+    predictor.observe(change)          every change of every trajectory, in order
+    predictor.forecast(now_s, ...)     every S seconds
+
+Pure in the sense of this package: what it returns follows from the calls before, and it reads no clock.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pearl_planner.forecast.admissions import Admissions, InstanceQueue, decode_admissions
+from pearl_planner.forecast.correction import BiasCorrection
+from pearl_planner.forecast.history import History, startup_class, tool_class, turn_class
+from pearl_planner.forecast.injection import InjectionPolicy, NoInjection
+from pearl_planner.forecast.sources import (
+    Arrival,
+    backlog_tokens,
+    launch_horizon_s,
+    sampler_launches,
+    tool_arrivals,
+    weighted_tokens,
+)
+from pearl_state.phases import LiveTrajectories, PhaseChange
+from pearl_state.trajectory import TrajectoryId, TrajectoryPhase
+from pearl_state.worker import WorkerId
+
+_P = TrajectoryPhase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorSettings:
+    """What a forecast looks at."""
+
+    horizon_s: float = 10.0
+    """S (Prorsa section 5.1 uses 10 s)."""
+    returns: bool = True
+    """Whether trajectories in Decode count that are expected to come back within the horizon. The paper leaves them to
+    the bias correction, which is enough where a turn takes longer than the horizon; here most are shorter.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """W^P by source, full prompt tokens (eq. 15), and what is not of the paper."""
+
+    sampler: float = 0.0
+    startup: float = 0.0
+    ready: float = 0.0
+    tool: float = 0.0
+    inflight: float = 0.0
+    returns: float = 0.0
+    """Of trajectories in Decode (see `PredictorSettings.returns`)."""
+
+    @property
+    def total(self) -> float:
+        """Ŵ^P before correction."""
+        return self.sampler + self.startup + self.ready + self.tool + self.inflight + self.returns
+
+    @property
+    def arriving(self) -> float:
+        """The part that is not there yet."""
+        return self.sampler + self.startup + self.tool + self.returns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Demand over [t, t + S), and what section 4.2 divides it by."""
+
+    at_s: float
+    horizon_s: float
+    sources: Sources
+    prefill_tokens: float
+    """Ŵ^P: backlog, plus arrivals after bias correction."""
+    admitted_raw_tokens: float
+    admitted_tokens: float
+    """Â^D after bias correction."""
+    admitted_kv_bytes: float
+    """K̂^D after bias correction."""
+    decode_kv_bytes: float
+    """K^D now."""
+    tokens_per_s: float
+    """θ^P of one prefill instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOutcome:
+    """A forecast beside what its window then had, tokens."""
+
+    forecast: Forecast
+    prefill_tokens: float
+    """Backlog at its begin plus arrivals during it."""
+    admitted_tokens: float
+
+
+@dataclass(slots=True)
+class WorkloadPredictor:
+    """Follows all trajectories of a run. `forecast` is to be called every S seconds: it also closes the window before
+    and learns from its residual.
+    """
+
+    settings: PredictorSettings = field(default_factory=PredictorSettings)
+    injection: InjectionPolicy = field(default_factory=NoInjection)
+    """f(·); a scheduler may replace it as the sampler's state changes."""
+    live: LiveTrajectories = field(default_factory=LiveTrajectories)
+    history: History = field(default_factory=History)
+    prefill_bias: BiasCorrection = field(default_factory=BiasCorrection)
+    admission_bias: BiasCorrection = field(default_factory=BiasCorrection)
+    last: WindowOutcome | None = None
+    """The window that the newest forecast closed."""
+    _open: Forecast | None = None
+    _arrived: float = 0.0
+    _admitted: float = 0.0
+
+    def observe(self, change: PhaseChange) -> None:
+        """Take one change of phase in. Raises `StateError` for an illegal one."""
+        before = self.live.apply(change)
+        self.history.observe(before, change)
+        if change.phase is _P.READY and (before is None or before.phase not in (_P.READY, _P.PREFILL, _P.DECODE)):
+            self._arrived += change.prompt_tokens
+        elif change.phase is _P.DECODE:
+            self._admitted += change.prompt_tokens
+
+    def forecast(
+        self,
+        now_s: float,
+        *,
+        prefill: Sequence[WorkerId],
+        profiled_tokens_per_s: float,
+        kv_bytes_per_token: float,
+        generated: Mapping[TrajectoryId, int] | None = None,
+    ) -> Forecast:
+        """Demand over the next S seconds, from what was observed until now.
+
+        `prefill` are the instances that prefill now (for colocated workers: all). `profiled_tokens_per_s` is θ^P as
+        profiled, until it is measured. `kv_bytes_per_token` is κ^D. `generated` are the tokens that trajectories in
+        Decode have so far, where they are known.
+        """
+        settings, by_phase = self.settings, self._by_phase()
+        ready, serving = by_phase[_P.READY], by_phase[_P.PREFILL]
+        speed = self.history.speed.tokens_per_s(self.history.prompt.value, profiled_tokens_per_s)
+        sampler = self._sampler(now_s, by_phase[_P.REWARD])
+        startup = self._startup(now_s, [*by_phase[_P.ENVIRONMENT_STARTING], *by_phase[_P.SAMPLED]])
+        tool = self._tools(now_s, by_phase[_P.TOOL])
+        returns = self._returns(now_s, by_phase[_P.DECODE]) if settings.returns else ()
+        sources = Sources(
+            sampler=weighted_tokens(sampler),
+            startup=weighted_tokens(startup),
+            ready=backlog_tokens(record.prompt_tokens for record in ready),
+            tool=weighted_tokens(tool),
+            inflight=backlog_tokens(record.prompt_tokens for record in serving),
+            returns=weighted_tokens(returns),
+        )
+        self._close(now_s)
+        factor = self.prefill_bias.factor
+        arrivals = [
+            Arrival(arrival.at_s, arrival.tokens, arrival.weight * factor)
+            for arrival in (*sampler, *startup, *tool, *returns)
+        ]
+        admitted = self._admissions(now_s, prefill, ready, serving, arrivals, speed, kv_bytes_per_token)
+        correction = self.admission_bias.factor
+        decoding = by_phase[_P.DECODE]
+        grown = 0 if generated is None else sum(generated.get(record.trajectory, 0) for record in decoding)
+        forecast = Forecast(
+            at_s=now_s,
+            horizon_s=settings.horizon_s,
+            sources=sources,
+            prefill_tokens=sources.ready + sources.inflight + factor * sources.arriving,
+            admitted_raw_tokens=admitted.tokens,
+            admitted_tokens=correction * admitted.tokens,
+            admitted_kv_bytes=correction * admitted.kv_bytes,
+            decode_kv_bytes=kv_bytes_per_token * (sum(record.prompt_tokens for record in decoding) + grown),
+            tokens_per_s=speed,
+        )
+        self._open, self._arrived, self._admitted = forecast, 0.0, 0.0
+        return forecast
+
+    def _by_phase(self) -> dict[TrajectoryPhase, list[PhaseChange]]:
+        by_phase: dict[TrajectoryPhase, list[PhaseChange]] = {phase: [] for phase in TrajectoryPhase}
+        for record in self.live.records.values():
+            by_phase[record.phase].append(record)
+        return by_phase
+
+    def _close(self, now_s: float) -> None:
+        """Learn from the window that ends now. One that was cut short, or ran over, measured something else."""
+        window = self._open
+        if window is None:
+            return
+        backlog = window.sources.ready + window.sources.inflight
+        self.last = WindowOutcome(window, backlog + self._arrived, self._admitted)
+        if abs(now_s - window.at_s - window.horizon_s) > 0.05 * window.horizon_s:
+            return
+        self.prefill_bias = self.prefill_bias.observe(window.sources.arriving, self._arrived)
+        self.admission_bias = self.admission_bias.observe(window.admitted_raw_tokens, self._admitted)
+
+    # ---- sources ----------------------------------------------------------------------------------------------------
+
+    def _sampler(self, now_s: float, rewarding: list[PhaseChange]) -> tuple[Arrival, ...]:
+        """B.2, at the launch horizon."""
+        history = self.history
+        delay_s = history.launch_delay.value
+        window_s = launch_horizon_s(self.settings.horizon_s, delay_s)
+        chances = []
+        for record in rewarding:
+            known = history.reward_s.find((record.task,))
+            chances.append(0.0 if known is None else known.ends_within(now_s - record.at_s, window_s))
+        acceptance = history.acceptance.value if len(history.acceptance) else 1.0
+        launches = sampler_launches(chances, min(1.0, acceptance), self.injection, window_s)
+        if launches <= 0.0:
+            return ()
+        mean = history.first_prompt.find(())
+        return (Arrival(now_s + delay_s + 0.5 * window_s, mean.value if mean else 0.0, launches),)
+
+    def _startup(self, now_s: float, starting: list[PhaseChange]) -> tuple[Arrival, ...]:
+        """B.3; equal classes share one look-up."""
+        history, horizon_s = self.history, self.settings.horizon_s
+        classes: dict[tuple[object, ...], list[PhaseChange]] = {}
+        for record in starting:
+            classes.setdefault(startup_class(record), []).append(record)
+        arrivals = []
+        for kind, records in classes.items():
+            known = history.startup_s.find(kind)
+            if known is None:
+                continue
+            elapsed = np.array([now_s - record.at_s for record in records])
+            chances, residuals = known.residuals_s(elapsed, horizon_s)
+            for record, chance, residual_s in zip(records, chances.tolist(), residuals.tolist(), strict=True):
+                if chance > 0.0:
+                    arrivals.append(Arrival(now_s + residual_s, history.first_tokens(record), chance))
+        return tuple(arrivals)
+
+    def _tools(self, now_s: float, running: list[PhaseChange]) -> tuple[Arrival, ...]:
+        """B.5."""
+        history, known = self.history, []
+        for record in running:
+            mean = history.tool_s.find(tool_class(record))
+            if mean is None:
+                continue
+            growth = history.tool_growth.find(turn_class(record))
+            tokens = max(1.0, record.prompt_tokens + (growth.value if growth is not None else 0.0))
+            known.append((mean.value, now_s - record.at_s, tokens))
+        return tool_arrivals(now_s, self.settings.horizon_s, known)
+
+    def _returns(self, now_s: float, decoding: list[PhaseChange]) -> tuple[Arrival, ...]:
+        """Trajectories in Decode that will ask again within the horizon; as startup, over the way through the tool."""
+        history, horizon_s = self.history, self.settings.horizon_s
+        classes: dict[tuple[object, ...], list[PhaseChange]] = {}
+        for record in decoding:
+            classes.setdefault(turn_class(record), []).append(record)
+        arrivals = []
+        for kind, records in classes.items():
+            known, growth = history.return_s.find(kind), history.return_growth.find(kind)
+            share = history.returns.find(kind)
+            if known is None or growth is None or share is None:
+                continue
+            elapsed = np.array([now_s - record.at_s for record in records])
+            chances, residuals = known.residuals_s(elapsed, horizon_s)
+            more, part = growth.value, share.value
+            for record, chance, residual_s in zip(records, chances.tolist(), residuals.tolist(), strict=True):
+                if chance > 0.0:
+                    arrivals.append(Arrival(now_s + residual_s, max(1.0, record.prompt_tokens + more), part * chance))
+        return tuple(arrivals)
+
+    # ---- admissions -------------------------------------------------------------------------------------------------
+
+    def _admissions(
+        self,
+        now_s: float,
+        prefill: Sequence[WorkerId],
+        ready: list[PhaseChange],
+        serving: list[PhaseChange],
+        arrivals: list[Arrival],
+        speed: float,
+        kv_bytes_per_token: float,
+    ) -> Admissions:
+        """B.7. A prefill under way ends when its whole prompt is served since its begin, and not before now."""
+        in_flight: dict[WorkerId, list[tuple[float, int]]] = {id_: [] for id_ in prefill}
+        queued: dict[WorkerId, list[int]] = {id_: [] for id_ in prefill}
+        unassigned: list[int] = []
+        for record in serving:
+            if record.instance in in_flight:
+                finish_s = max(now_s, record.at_s + record.prompt_tokens / speed)
+                in_flight[record.instance].append((finish_s, record.prompt_tokens))
+        for record in sorted(ready, key=lambda record: record.at_s):
+            if record.instance in queued:
+                queued[record.instance].append(record.prompt_tokens)
+            else:
+                unassigned.append(record.prompt_tokens)
+        return decode_admissions(
+            now_s=now_s,
+            horizon_s=self.settings.horizon_s,
+            instances={id_: InstanceQueue(in_flight=in_flight[id_], queued=queued[id_]) for id_ in prefill},
+            unassigned=unassigned,
+            arrivals=arrivals,
+            service_s=lambda tokens: tokens / speed,
+            kv_bytes=lambda tokens: tokens * kv_bytes_per_token,
+        )

@@ -1,0 +1,342 @@
+"""Prorsa's appendix B, equation by equation: each against numbers worked out by hand, and a property."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pearl_planner.forecast import (
+    Arrival,
+    BiasCorrection,
+    BusySpeed,
+    ByClass,
+    EmpiricalDurations,
+    FixedRate,
+    GroupReplenishment,
+    InstanceQueue,
+    NoInjection,
+    ReplaceOnReward,
+    completion_times,
+    decode_admissions,
+    ema,
+    wape,
+)
+from pearl_planner.forecast.durations import Average
+from pearl_planner.forecast.sources import (
+    backlog_tokens,
+    eligible,
+    launch_horizon_s,
+    sampler_launches,
+    tool_arrivals,
+    tool_residual_s,
+    weighted_tokens,
+)
+from pearl_state.worker import WorkerId
+
+times_s = st.floats(0.0, 100.0)
+
+
+def known(*durations_s: float) -> EmpiricalDurations:
+    kept = EmpiricalDurations()
+    for duration_s in durations_s:
+        kept.observe(duration_s)
+    return kept
+
+
+# ---- (2) and (6): conditional probabilities -------------------------------------------------------------------------
+
+
+def test_eqs_2_and_6_condition_on_what_has_passed() -> None:
+    rewards = known(2.0, 4.0, 6.0, 8.0, 20.0)
+    # Of the five, 6, 8 and 20 s are longer than the 5 s that passed; 6 and 8 end before 15 s.
+    assert rewards.ends_within(5.0, 10.0) == pytest.approx(2 / 3)
+    # Nothing has passed: four of five end within 10 s.
+    assert rewards.ends_within(0.0, 10.0) == pytest.approx(4 / 5)
+    # Strictly within: a duration of exactly e + S does not count, one of exactly e is over.
+    assert rewards.ends_within(4.0, 4.0) == pytest.approx(1 / 3)
+    assert rewards.ends_within(5.0, 0.0) == 0.0
+
+
+def test_what_outlived_every_sample_may_last_as_long_again() -> None:
+    assert known(1.0, 2.0).ends_within(30.0, 10.0) == pytest.approx(0.25)
+
+
+@given(st.lists(times_s, max_size=12), times_s, st.floats(0.0, 50.0), st.floats(0.0, 50.0))
+def test_conditional_probabilities_are_probabilities_and_grow_with_the_horizon(
+    samples: list[float], elapsed_s: float, horizon_s: float, more_s: float
+) -> None:
+    durations = known(*samples)
+    q = durations.ends_within(elapsed_s, horizon_s)
+    assert 0.0 <= q <= durations.ends_within(elapsed_s, horizon_s + more_s) <= 1.0
+
+
+@given(st.lists(times_s, min_size=1, max_size=12), st.lists(times_s, min_size=1, max_size=6), st.floats(0.1, 50.0))
+def test_many_at_once_give_what_each_gives(samples: list[float], elapsed: list[float], horizon_s: float) -> None:
+    durations = known(*samples)
+    chances, residuals = durations.residuals_s(np.array(elapsed), horizon_s)
+    assert chances.tolist() == pytest.approx([durations.ends_within(e, horizon_s) for e in elapsed])
+    assert all(0.0 <= residual <= horizon_s + 1e-9 for residual in residuals.tolist())
+
+
+def test_the_residual_is_the_mean_of_what_ends_within_the_horizon() -> None:
+    _, residuals = known(6.0, 8.0, 20.0).residuals_s(np.array([5.0]), 10.0)
+    assert residuals.tolist() == pytest.approx([(6 + 8) / 2 - 5])
+
+
+def test_only_the_newest_durations_count() -> None:
+    durations = EmpiricalDurations(most=2)
+    for duration_s in (1.0, 50.0, 60.0):
+        durations.observe(duration_s)
+    assert durations.ends_within(0.0, 10.0) == 0.0
+    with pytest.raises(ValueError, match="a duration of nan s"):
+        durations.observe(math.nan)
+
+
+# ---- (3), (4) and (5): the sampler ----------------------------------------------------------------------------------
+
+
+def test_eqs_3_to_5_launch_what_reward_frees() -> None:
+    # Two in reward: q = 2/3 and 4/5, three in four may be trained on.
+    chances = (2 / 3, 4 / 5)
+    assert eligible(chances, 0.75) == pytest.approx(1.1)
+    launches = sampler_launches(chances, 0.75, ReplaceOnReward(), launch_horizon_s(10.0, 4.0))
+    assert weighted_tokens([Arrival(0.0, 2000.0, launches)]) == pytest.approx(2200.0)
+    # The first request takes longer than the horizon: nothing arrives in it.
+    assert launch_horizon_s(10.0, 12.0) == 0.0
+    assert sampler_launches(chances, 0.75, FixedRate(3.0), 0.0) == 0.0
+
+
+def test_each_injection_policy_follows_its_rule() -> None:
+    assert NoInjection().launches(5.0, 10.0) == 0.0
+    assert ReplaceOnReward(room=3.0).launches(5.0, 10.0) == 3.0
+    assert FixedRate(per_s=0.5).launches(99.0, 10.0) == 5.0
+    # Five completions are expected: they fill the groups that lack 1 and 3, and not the one that lacks 4.
+    assert GroupReplenishment(size=8, missing=(4, 1, 3)).launches(5.0, 10.0) == 16.0
+    assert GroupReplenishment(size=8, missing=(2,)).launches(1.9, 10.0) == 0.0
+
+
+@given(st.lists(st.floats(0, 1), max_size=8), st.floats(0, 1), st.integers(1, 6))
+def test_replacement_never_launches_more_than_complete(chances: list[float], acceptance: float, size: int) -> None:
+    complete = len(chances)
+    assert 0.0 <= sampler_launches(chances, acceptance, ReplaceOnReward(), 10.0) <= complete + 1e-9
+    groups = GroupReplenishment(size=size, missing=(size,) * 3)
+    assert sampler_launches(chances, acceptance, groups, 10.0) <= complete + 1e-6
+
+
+def test_an_acceptance_that_is_no_fraction_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"training-admission rate of 1\.5"):
+        eligible((0.5,), 1.5)
+
+
+# ---- (7), (8), (11), (12): sums -------------------------------------------------------------------------------------
+
+
+def test_eq_7_weighs_both_startup_modes_by_their_probability() -> None:
+    prewarmed, cold = known(1.0, 2.0, 3.0), known(10.0, 20.0, 30.0, 40.0)
+    arrivals = [
+        Arrival(0.0, 1000.0, prewarmed.ends_within(1.5, 10.0)),
+        Arrival(0.0, 1000.0, cold.ends_within(15.0, 10.0)),
+    ]
+    # Prewarmed: both that are longer than 1.5 s end in time. Cold: 20 s of 20, 30, 40 s ends before 25 s.
+    assert weighted_tokens(arrivals) == pytest.approx(1000.0 + 1000.0 / 3)
+
+
+def test_eqs_8_and_12_count_whole_prompts() -> None:
+    assert backlog_tokens([1200, 800, 0]) == 2000.0
+
+
+# ---- (9), (10), (11): tools -----------------------------------------------------------------------------------------
+
+
+def test_eqs_9_to_11_follow_the_moving_average_of_tools() -> None:
+    mean = ema(ema(None, 10.0), 20.0)
+    assert mean == pytest.approx(0.9 * 10 + 0.1 * 20)
+    assert tool_residual_s(mean, 4.0) == pytest.approx(7.0)
+    assert tool_residual_s(mean, 15.0) == 0.0
+    arrivals = tool_arrivals(100.0, 10.0, [(11.0, 4.0, 500.0), (11.0, 0.5, 700.0), (11.0, 15.0, 900.0)])
+    # Residuals 7, 10.5 and 0 s: the second is not back within 10 s.
+    assert arrivals == (Arrival(107.0, 500.0), Arrival(100.0, 900.0))
+    assert weighted_tokens(arrivals) == 1400.0
+
+
+@given(st.lists(st.tuples(times_s, times_s, st.floats(1, 1e5)), max_size=10), st.floats(0.1, 50.0))
+def test_tools_contribute_exactly_what_returns_in_time(
+    running: list[tuple[float, float, float]], horizon_s: float
+) -> None:
+    arrivals = tool_arrivals(0.0, horizon_s, running)
+    assert all(0.0 <= arrival.at_s < horizon_s and arrival.weight == 1.0 for arrival in arrivals)
+    assert len(arrivals) == sum(max(0.0, mean - elapsed) < horizon_s for mean, elapsed, _ in running)
+
+
+def test_a_rare_class_falls_back_to_what_it_has_in_common() -> None:
+    tools: ByClass[Average] = ByClass(Average, least=2)
+    assert tools.find(("swe", "pytest")) is None
+    for kind, duration_s in ((("swe", "pytest"), 30.0), (("swe", "ls"), 1.0), (("swe", "ls"), 1.0)):
+        tools.observe(kind, duration_s)
+    found, rare, unknown = (tools.find(kind) for kind in (("swe", "ls"), ("swe", "pytest"), ("web", "click")))
+    assert found is not None
+    assert found.value == pytest.approx(1.0)
+    assert rare is not None
+    assert rare.value == pytest.approx(30 * 0.9 * 0.9 + 1 * 0.1 * 0.9 + 1 * 0.1)
+    assert unknown is not None
+    assert unknown.value == rare.value
+
+
+# ---- (13) and (14): admissions --------------------------------------------------------------------------------------
+
+A, B = WorkerId(1), WorkerId(2)
+
+
+def test_eq_13_serves_each_instance_in_order_and_waits_for_arrivals() -> None:
+    # Free at 2 s. u = 0, 0, 9: b = 2 + 3, 5 + 1, then it idles until 9.
+    assert completion_times([0.0, 0.0, 9.0], [3.0, 1.0, 2.0], 2.0) == ([5.0, 6.0, 11.0], 11.0)
+
+
+def test_eq_14_counts_what_is_admitted_before_the_end() -> None:
+    admitted = decode_admissions(
+        now_s=0.0,
+        horizon_s=10.0,
+        instances={
+            A: InstanceQueue(in_flight=[(4.0, 400)], queued=[500, 100]),
+            B: InstanceQueue(),
+        },
+        unassigned=[],
+        arrivals=[Arrival(8.0, 100.0), Arrival(1.0, 600.0)],
+        service_s=lambda tokens: tokens / 100.0,
+        kv_bytes=lambda tokens: 2.0 * tokens,
+    )
+    # A: 400 at 4 s, 500 at 9 s, 100 at 10 s (not before the end). B: 600 from 1 to 7 s, 100 from 8 to 9 s.
+    assert admitted.tokens == 400 + 500 + 600 + 100
+    assert admitted.kv_bytes == 2 * admitted.tokens
+    assert admitted.available_s == {A: 10.0, B: 9.0}
+
+
+def test_a_likely_arrival_takes_and_counts_its_part() -> None:
+    admitted = decode_admissions(
+        now_s=0.0,
+        horizon_s=10.0,
+        instances={A: InstanceQueue()},
+        unassigned=[],
+        arrivals=[Arrival(0.0, 800.0, 0.5), Arrival(0.0, 400.0)],
+        service_s=lambda tokens: tokens / 100.0,
+        kv_bytes=float,
+    )
+    assert admitted.tokens == 0.5 * 800 + 400
+    assert admitted.available_s[A] == pytest.approx(8.0)
+
+
+def test_without_an_instance_nothing_is_admitted() -> None:
+    nothing = decode_admissions(
+        now_s=0.0, horizon_s=10.0, instances={}, unassigned=[5], arrivals=[], service_s=float, kv_bytes=float
+    )
+    assert (nothing.tokens, nothing.kv_bytes) == (0.0, 0.0)
+
+
+@given(st.lists(st.tuples(times_s, st.floats(0.0, 5.0)), max_size=10), times_s)
+def test_completions_never_overlap_nor_precede_their_arrival(
+    requests: list[tuple[float, float]], available_s: float
+) -> None:
+    arrivals, services = [u for u, _ in requests], [g for _, g in requests]
+    finished, last = completion_times(arrivals, services, available_s)
+    before = available_s
+    for (arrival_s, service_s), finish_s in zip(requests, finished, strict=True):
+        assert finish_s - service_s >= max(arrival_s, before) - 1e-9
+        before = finish_s
+    assert last == before
+
+
+@given(st.lists(st.integers(1, 5000), max_size=12), st.integers(1, 4), st.floats(0.5, 40.0))
+def test_admissions_never_exceed_the_requests_and_grow_with_the_horizon(
+    prompts: list[int], instances: int, horizon_s: float
+) -> None:
+    def admitted(horizon_s: float) -> float:
+        return decode_admissions(
+            now_s=0.0,
+            horizon_s=horizon_s,
+            instances={WorkerId(i): InstanceQueue() for i in range(instances)},
+            unassigned=prompts,
+            arrivals=[],
+            service_s=lambda tokens: tokens / 500.0,
+            kv_bytes=float,
+        ).tokens
+
+    assert 0.0 <= admitted(horizon_s) <= admitted(2 * horizon_s) <= sum(prompts)
+
+
+# ---- (15): correction, and the error it is judged by ----------------------------------------------------------------
+
+
+def test_eq_15_is_corrected_by_what_windows_had_over_what_was_forecast() -> None:
+    bias = BiasCorrection(weight=0.5)
+    assert bias.factor == 1.0
+    bias = bias.observe(1000.0, 1500.0)
+    assert bias.factor == pytest.approx(1.5)
+    bias = bias.observe(1000.0, 500.0)
+    assert bias.factor == pytest.approx((0.5 * 1500 + 0.5 * 500) / 1000)
+
+
+@given(st.floats(0.2, 5.0), st.lists(st.floats(1.0, 1e6), min_size=1, max_size=10))
+def test_a_constant_bias_is_found_whatever_the_load(bias: float, loads: list[float]) -> None:
+    correction = BiasCorrection()
+    for load in loads:
+        correction = correction.observe(load, bias * load)
+    assert correction.factor == pytest.approx(bias)
+
+
+def test_an_empty_window_says_nothing_of_the_bias() -> None:
+    assert BiasCorrection().observe(100.0, 200.0).observe(0.0, 0.0).factor == pytest.approx(2.0)
+
+
+def test_wape_weighs_errors_by_tokens() -> None:
+    assert wape([(90.0, 100.0), (320.0, 300.0)]) == pytest.approx(30 / 400)
+    with pytest.raises(ValueError, match="no window measured"):
+        wape([(5.0, 0.0)])
+
+
+# ---- section 4.2: the speed -----------------------------------------------------------------------------------------
+
+
+def test_the_speed_counts_busy_intervals_and_no_idle_time() -> None:
+    speed = BusySpeed()
+    assert speed.tokens_per_s(1000, profiled=7.0) == 7.0
+    # 0 to 3 s: two overlapping prompts of 1000 tokens share the time. Then idle until 10 s. 10 to 11 s: one more.
+    speed.began(A, 0.0)
+    speed.began(A, 1.0)
+    speed.served(A, 1000, 2.0)
+    assert speed.tokens_per_s(1000, profiled=7.0) == 7.0, "the interval is not over"
+    speed.served(A, 1000, 3.0)
+    speed.began(A, 10.0)
+    speed.served(A, 1000, 11.0)
+    assert speed.tokens_per_s(1000, profiled=7.0) == pytest.approx(3000 / 4)
+
+
+def test_an_interval_that_was_cut_is_no_measurement() -> None:
+    speed = BusySpeed()
+    speed.began(A, 0.0)
+    speed.began(A, 0.0)
+    speed.served(A, 1000, 1.0)
+    speed.cut(A, 2.0)
+    assert speed.tokens_per_s(1000, profiled=7.0) == 7.0
+
+
+def test_the_speed_of_the_nearest_prompt_length_is_taken() -> None:
+    speed = BusySpeed()
+    for tokens, busy_s in ((100, 1.0), (10_000, 2.0)):
+        speed.began(B, 0.0)
+        speed.served(B, tokens, busy_s)
+    assert speed.tokens_per_s(90, profiled=7.0) == pytest.approx(100.0)
+    assert speed.tokens_per_s(50_000, profiled=7.0) == pytest.approx(5000.0)
+
+
+@given(st.lists(st.tuples(st.integers(100, 120), st.floats(0.5, 2.0)), min_size=1, max_size=40))
+def test_the_speed_lies_between_the_slowest_and_the_fastest_interval(intervals: list[tuple[int, float]]) -> None:
+    speed = BusySpeed()
+    at_s = 0.0
+    for tokens, busy_s in intervals:
+        speed.began(A, at_s)
+        speed.served(A, tokens, at_s + busy_s)
+        at_s += busy_s + 3.0
+    rates = [tokens / busy_s for tokens, busy_s in intervals]
+    assert min(rates) * 0.99 <= speed.tokens_per_s(100, profiled=1.0) <= max(rates) * 1.01

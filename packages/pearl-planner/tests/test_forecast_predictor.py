@@ -1,0 +1,181 @@
+"""The predictor as a whole: sums over all sources, learning from residuals, and no knowledge of the future."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pearl_planner.forecast import Forecast, PredictorSettings, ReplaceOnReward, WorkloadPredictor
+from pearl_state.phases import PhaseChange, StartupMode, follow_up
+from pearl_state.trajectory import GroupId, TrajectoryId, TrajectoryPhase
+from pearl_state.worker import WorkerId
+
+P = TrajectoryPhase
+PREFILL, DECODE = WorkerId(1), WorkerId(2)
+
+
+def life(name: str, at_s: float, turns: list[tuple[int, float, float, float]]) -> Iterator[PhaseChange]:
+    """A trajectory that starts prewarmed in 2 s; turns of (prompt, prefill, decode, tool seconds); reward in 3 s."""
+    record = PhaseChange(trajectory=TrajectoryId(name), group=GroupId(name), phase=P.SAMPLED, at_s=at_s, task="swe")
+    yield record
+    record = follow_up(record, P.ENVIRONMENT_STARTING, at_s, startup=StartupMode.PREWARMED)
+    yield record
+    at_s += 2.0
+    for number, (prompt, prefill_s, decode_s, tool_s) in enumerate(turns):
+        record = follow_up(record, P.READY, at_s, prompt_tokens=prompt, turn=number, instance=PREFILL)
+        yield record
+        record = follow_up(record, P.PREFILL, at_s, instance=PREFILL)
+        yield record
+        at_s += prefill_s
+        record = follow_up(record, P.DECODE, at_s, instance=DECODE)
+        yield record
+        at_s += decode_s
+        record = follow_up(record, P.TOOL, at_s, prompt_tokens=prompt + 50)
+        yield record
+        at_s += tool_s
+    record = follow_up(record, P.REWARD, at_s)
+    yield record
+    yield follow_up(record, P.DONE, at_s + 3.0, accepted=True)
+
+
+def forecast(predictor: WorkloadPredictor, now_s: float) -> Forecast:
+    return predictor.forecast(now_s, prefill=[PREFILL], profiled_tokens_per_s=100.0, kv_bytes_per_token=2.0)
+
+
+def seen(predictor: WorkloadPredictor, changes: list[PhaseChange], until_s: float) -> None:
+    for change in changes:
+        if change.at_s <= until_s:
+            predictor.observe(change)
+
+
+def test_the_forecast_is_the_sum_of_all_sources() -> None:
+    predictor = WorkloadPredictor(PredictorSettings(returns=False), ReplaceOnReward())
+    once = [(1000, 1.0, 20.0, 4.0)]
+    changes = [
+        *life("past", 0.0, [*once, (1100, 1.1, 20.0, 4.0)]),
+        *life("rewarding", 73.0, once),  # 0 of 3 s: q = 1, p̂ = 1, d̂ = 2 s, so one launch of x̂ = 1000
+        *life("tool", 76.0, once),  # 1 of 4 s: r = 3 < 10; then 50 tokens more than now
+        *life("decoding", 96.0, once),
+        *life("serving", 98.0, once),
+        *[c for c in life("ready", 98.0, once) if c.phase is not P.PREFILL],
+        *life("starting", 99.0, once),  # 1 of 2 s: q = 1
+    ]
+    seen(predictor, sorted(changes, key=lambda change: change.at_s), 100.0)
+    found = forecast(predictor, 100.0)
+    assert found.sources.sampler == pytest.approx(1000.0)
+    assert found.sources.startup == pytest.approx(1000.0)
+    assert found.sources.ready == 1000.0
+    assert found.sources.inflight == 1000.0
+    assert found.sources.tool == pytest.approx(1100.0)
+    assert found.prefill_tokens == pytest.approx(5100.0)
+    assert found.decode_kv_bytes == 2.0 * 1000
+    # θ = 1000 tokens in each busy second. In flight to 101, ready to 102, startup (101) to 103, tool (103) to 104.1,
+    # sampler (106) to 107: all before 110.
+    assert found.tokens_per_s == pytest.approx(1000.0)
+    assert found.admitted_tokens == pytest.approx(5100.0)
+    assert found.admitted_kv_bytes == pytest.approx(2.0 * 5100.0)
+
+
+def test_a_trajectory_in_decode_counts_where_it_is_expected_back() -> None:
+    predictor = WorkloadPredictor()
+    for change in life("past", 0.0, [(1000, 1.0, 5.0, 1.0), (1100, 1.0, 5.0, 1.0)]):
+        predictor.observe(change)
+    for change in life("now", 50.0, [(1000, 1.0, 5.0, 1.0)]):
+        if change.phase is P.TOOL:
+            break
+        predictor.observe(change)
+    # It came back after 6 s of decode and tool in half of the cases, with 100 tokens more; 3 s have passed.
+    found = forecast(predictor, 56.0)
+    assert found.sources.returns == pytest.approx(0.9 * 1100.0), "the last of two observations weighs 0.1"
+    assert forecast(predictor, 70.0).sources.returns == pytest.approx(0.9 * 1100.0 * 10 / (17 + 10))
+
+
+def test_backlog_is_exact_and_never_corrected() -> None:
+    predictor = WorkloadPredictor()
+    predictor.prefill_bias = predictor.prefill_bias.observe(100.0, 900.0)
+    changes = [c for c in life("now", 0.0, [(1000, 1.0, 5.0, 1.0)]) if c.phase in (P.SAMPLED, P.ENVIRONMENT_STARTING)]
+    seen(predictor, [*changes, follow_up(changes[-1], P.READY, 2.0, prompt_tokens=640)], 5.0)
+    assert forecast(predictor, 5.0).prefill_tokens == 640.0
+
+
+def test_a_cancelled_request_counts_once_as_arrival_and_each_time_as_admission() -> None:
+    predictor = WorkloadPredictor()
+    record = None
+    for change in life("now", 0.0, [(1000, 1.0, 5.0, 1.0)]):
+        if change.phase is P.TOOL:
+            break
+        predictor.observe(change)
+        record = change
+    assert record is not None
+    again = follow_up(record, P.READY, 4.0, prompt_tokens=1010, instance=PREFILL)
+    seen(predictor, [again, follow_up(again, P.DECODE, 5.0, instance=DECODE)], 9.0)
+    forecast(predictor, 0.0)
+    assert (predictor._arrived, predictor._admitted) == (0.0, 0.0)
+
+
+def test_the_bias_learns_from_windows_of_the_right_length_only() -> None:
+    predictor = WorkloadPredictor()
+    trajectories = [list(life(f"t{i}", 3.0 * i, [(1000, 0.1, 2.0, 1.0)] * 6)) for i in range(30)]
+    changes = sorted((c for life_ in trajectories for c in life_), key=lambda c: c.at_s)
+    done = 0
+    for window in range(8):
+        while done < len(changes) and changes[done].at_s <= 10.0 * window:
+            predictor.observe(changes[done])
+            done += 1
+        forecast(predictor, 10.0 * window)
+    assert predictor.prefill_bias.windows == 7
+    assert predictor.last is not None
+    forecast(predictor, 73.0)
+    assert predictor.prefill_bias.windows == 7, "a window of 3 s is no window of 10 s"
+
+
+lives = st.lists(
+    st.tuples(
+        st.floats(0.0, 60.0),
+        st.lists(
+            st.tuples(st.integers(1, 4000), st.floats(0.01, 3.0), st.floats(0.1, 20.0), st.floats(0.0, 20.0)),
+            min_size=1,
+            max_size=4,
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=40)
+@given(lives, lives, st.floats(10.0, 80.0))
+def test_a_forecast_depends_on_the_past_only(
+    one: list[tuple[float, list[tuple[int, float, float, float]]]],
+    other: list[tuple[float, list[tuple[int, float, float, float]]]],
+    now_s: float,
+) -> None:
+    """Two futures that begin alike until now get the same forecasts until now."""
+
+    def changes(spec: list[tuple[float, list[tuple[int, float, float, float]]]], name: str) -> list[PhaseChange]:
+        found = [c for i, (at_s, turns) in enumerate(spec) for c in life(f"{name}{i}", at_s, turns)]
+        return sorted(found, key=lambda change: change.at_s)
+
+    shared = changes(one, "a")
+    futures = (
+        shared,
+        [c for c in shared if c.at_s <= now_s],
+        sorted(
+            [c for c in shared if c.at_s <= now_s] + changes([(now_s + 0.1 + a, t) for a, t in other], "b"),
+            key=lambda c: c.at_s,
+        ),
+    )
+    results = []
+    for future in futures:
+        predictor, done, forecasts = WorkloadPredictor(), 0, []
+        for at_s in (0.5 * now_s, now_s, now_s + 20.0):
+            while done < len(future) and future[done].at_s <= at_s:
+                predictor.observe(future[done])
+                done += 1
+            forecasts.append(forecast(predictor, at_s))
+        results.append(forecasts[:2])
+    assert results[0] == results[1] == results[2]
+    for found in results[0]:
+        assert found.prefill_tokens >= found.sources.ready + found.sources.inflight
+        assert found.admitted_tokens >= 0.0
