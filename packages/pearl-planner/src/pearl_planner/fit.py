@@ -321,12 +321,16 @@ def fit_overhead(
     PEARL's list of refitted parameters omits T_over, though the choice of the mode hangs on it: eq. (1) has no (1+θ).
     A step counts for the mode that it mostly ran under. With T(π) predicted, the segments of a step add up to the
     progress Σ Δt/T(π); the value at which that is 1 explains the step. Both results are medians over steps, at least 0.
+
+    What steps leave over is in part no matter of the mode (trajectories slower than S turns of mean length, say). A
+    mode that no step shows is therefore assumed to leave over as much as the other one does, on top of what `platform`
+    says of it: neither mode looks better only because it was not tried.
     Raises `ProfileError` for seconds that are not finite or negative.
     """
     _column("step", "seconds", [seconds for step in steps for _, seconds in step.segments])
     found = _Values()
     spread: list[float] = []
-    for name, mode in (("overhead_per_turn_s", Mode.COLOCATION), ("handover_s", Mode.DISAGGREGATION)):
+    for name, mode in _COST_OF_MODE.items():
         chosen = [step for step in steps if step.mode is mode and step.makespan_s > 0]
         if len(chosen) < settings.least_steps:
             found.refuse(f"{len(chosen)} steps in {mode}, needs {settings.least_steps}", name)
@@ -340,12 +344,30 @@ def fit_overhead(
         found.take(name, middle, len(chosen))
         spread += [abs(float(v) - middle) * workload.turns / s.makespan_s for v, s in zip(values, chosen, strict=True)]
     origin = {**platform.origin, **{name: f"telemetry, {count} steps" for name, count in found.used.items()}}
+    values_of = dict(found.values)
+    if extended and len(found.values) == 1:
+        _share(values_of, platform, origin)
     return PlatformFit(
-        profile=replace(platform, **found.values, origin=origin) if found.values else platform,
+        profile=replace(platform, **values_of, origin=origin) if values_of else platform,
         used=found.used,
         refused=found.refused,
         residuals={"step": float(np.median(spread))} if spread else {},
     )
+
+
+_COST_OF_MODE: Final = {"overhead_per_turn_s": Mode.COLOCATION, "handover_s": Mode.DISAGGREGATION}
+"""Field of a platform profile that explains what steps of a mode leave over."""
+
+
+def _share(values: dict[str, float], platform: PlatformProfile, origin: dict[str, str]) -> None:
+    """Give the mode that no step shows what the steps of the other one leave over."""
+    (known, value), *_ = values.items()
+    (other,) = _COST_OF_MODE.keys() - {known}
+    # A hand-over costs what transfers measured; only what steps take beyond that is left over.
+    over = value - platform.handover_s if known == "handover_s" else value
+    if over > 0:
+        values[other] = getattr(platform, other) + over
+        origin[other] = f"{origin.get(other, 'prior')}, and what steps in {_COST_OF_MODE[known]} leave over"
 
 
 def _explaining(

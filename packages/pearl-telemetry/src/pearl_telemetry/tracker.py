@@ -19,6 +19,13 @@ _AVERAGED = (
 )
 """Fields of the profile that are moving averages under the same name."""
 
+_OPTIONAL = {
+    "bubble_ratio": "nobody told the decoding fraction",
+    "moved_fraction": "too few workers to choose from, or no trajectory came again",
+    "renewed_fraction": "no trajectory came again",
+}
+"""Those that a step may lack → why."""
+
 
 @dataclass(slots=True)
 class _Step:
@@ -77,12 +84,21 @@ class RuntimeTracker:
             step.slowest_environment_s = environment_s
 
     def finish_step(
-        self, *, step: int, batch: int, makespan_s: float, decoding_fraction: float | None, borrowed: bool = False
+        self,
+        *,
+        step: int,
+        batch: int,
+        makespan_s: float,
+        decoding_fraction: float | None,
+        borrowed: bool = False,
+        moved_fraction: float | None = None,
+        renewed_fraction: float | None = None,
     ) -> None:
         """A batch of `batch` trajectories completed after `makespan_s` seconds.
 
-        `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; None where nobody
-        measured it. Turns of earlier steps that were never finished are forgotten.
+        `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; `moved_fraction` and
+        `renewed_fraction` are those of `WorkloadProfile`; None where nobody measured it. Turns of earlier steps that
+        were never finished are forgotten.
         """
         seen = self._steps.pop(step, None)
         self._steps = {number: sums for number, sums in self._steps.items() if number > step}
@@ -105,6 +121,8 @@ class RuntimeTracker:
         }
         if decoding_fraction is not None and 0 < decoding_fraction <= 1:
             values["bubble_ratio"] = (1 - decoding_fraction) / decoding_fraction
+        lost = {"moved_fraction": moved_fraction, "renewed_fraction": renewed_fraction}
+        values |= {name: fraction for name, fraction in lost.items() if fraction is not None}
         count = len(seen.turns_of)
         reach = [sum(n > turn for n in seen.turns_of) / count for turn in range(max(seen.turns_of))]
         self._ema.observe(values, reach)
@@ -122,9 +140,9 @@ class RuntimeTracker:
         measured = dict.fromkeys((*_AVERAGED, "active_by_turn"), f"telemetry, moving average over {ema.count} steps")
         measured["batch"] = "telemetry, newest step"
         measured["max_context_tokens"] = f"telemetry, largest over {ema.count} steps"
-        measured["bubble_ratio"] = "not measured: nobody told the decoding fraction"
-        if (times := ema.counts.get("bubble_ratio", 0)) > 0:
-            measured["bubble_ratio"] = f"telemetry, moving average over {times} steps"
+        for name, missing in _OPTIONAL.items():
+            times = ema.counts.get(name, 0)
+            measured[name] = f"telemetry, moving average over {times} steps" if times else f"not measured: {missing}"
         return WorkloadProfile(
             batch=self._batch,
             turns=max(1.0, ema["turns"]),
@@ -137,6 +155,8 @@ class RuntimeTracker:
             mean_turns=ema["mean_turns"],
             turn_environment_s=ema["turn_environment_s"],
             retained_tokens=ema["retained_tokens"],
+            moved_fraction=ema.get("moved_fraction", 0.0),
+            renewed_fraction=ema.get("renewed_fraction", 0.0),
             active_by_turn=ema.fractions,
             origin=measured,
         )

@@ -24,6 +24,9 @@ _STEPS: Final = 8
 _MEMORY: Final = 20
 """Steps after which a mode's measured cost per turn is forgotten."""
 
+_CHOICE: Final = 0.4
+"""Least chance of meeting another worker at which moves between workers say something: two of them give a half."""
+
 
 class StepSegments:
     """The configurations that one step runs under, and for how long. Times are on the run's clock, seconds."""
@@ -54,6 +57,15 @@ class StepSegments:
             elapsed_s = max(0.0, now_s - self._since_s)
             self._seconds[self._configuration] = self._seconds.get(self._configuration, 0.0) + elapsed_s
         self._since_s = now_s
+
+
+def _at_many_workers(moved: float | None, segments: Sequence[tuple[Configuration, float]]) -> float | None:
+    """The part of prefixes that moves would cost among very many workers; None where too few could be chosen from."""
+    total_s = sum(seconds for _, seconds in segments)
+    if moved is None or not total_s:
+        return None
+    choice = sum(seconds * (1.0 - 1.0 / (c.prefill or c.colocated)) for c, seconds in segments) / total_s
+    return min(1.0, moved / choice) if choice >= _CHOICE else None
 
 
 class Sampled(Protocol):
@@ -97,17 +109,27 @@ class Refit:
         self._tracker.observe_turns(samples)
 
     def finish_step(
-        self, *, step: int, batch: int, makespan_s: float, decoding_fraction: float | None, borrowed: bool
+        self,
+        *,
+        step: int,
+        batch: int,
+        makespan_s: float,
+        decoding_fraction: float | None,
+        borrowed: bool,
+        prefixes: tuple[float, float] | None,
     ) -> None:
         """A batch is complete: the profile is renewed in the background."""
+        segments = self._step.finish(asyncio.get_running_loop().time())
+        moved, renewed = (None, None) if prefixes is None else prefixes
         self._tracker.finish_step(
             step=step,
             batch=batch,
             makespan_s=makespan_s,
             decoding_fraction=decoding_fraction,
             borrowed=borrowed,
+            moved_fraction=_at_many_workers(moved, segments),
+            renewed_fraction=renewed,
         )
-        segments = self._step.finish(asyncio.get_running_loop().time())
         # A moment in which nobody served, or a transition mixed both modes, cannot be explained by the model.
         if sum(seconds for _, seconds in segments) > 0.9 * makespan_s:
             measured = StepMeasurement(segments=segments)

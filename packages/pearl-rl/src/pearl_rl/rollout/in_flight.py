@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 
 from pearl_rl.rollout.attempt import Attempt, Ending
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.serving import Slot
 from pearl_rl.rollout.statistics import ConcurrencyMeter, RouterStatistics
 
@@ -13,12 +14,18 @@ class InFlight:
     """Accounts for every attempt from its dispatch to its end, however it ends."""
 
     def __init__(
-        self, stall_s: float, statistics: RouterStatistics, meter: ConcurrencyMeter, on_probed: Callable[[], None]
+        self,
+        stall_s: float,
+        statistics: RouterStatistics,
+        meter: ConcurrencyMeter,
+        on_probed: Callable[[], None],
+        lifecycle: LifecycleTrace | None = None,
     ) -> None:
         self._stall_s = stall_s
         self.statistics = statistics
         self._meter = meter
         self._on_probed = on_probed
+        self._lifecycle = lifecycle
         self._attempts: dict[Attempt, None] = {}
         self._emptied: asyncio.Future[None] | None = None
         self._watchdog: asyncio.TimerHandle | None = None
@@ -48,10 +55,17 @@ class InFlight:
             else:
                 statistics.affinity_moved += 1
         if homed:
+            statistics.prefixes.count(
+                tokens=home.tokens,
+                there=home.decode is decode if prefill is None else home.prefill is prefill,
+                found=first.homes.get(home.trajectory, 0),
+            )
             home.move(attempt.route, context_tokens)
         self._meter.advance(attempt.last_at_s)
         self._meter.generating += 1
         self._attempts[attempt] = None
+        if self._lifecycle is not None:
+            self._lifecycle.assigned(home.trajectory, first.worker.id)
         if self._watchdog is None:
             self._watchdog = attempt.loop.call_at(attempt.last_at_s + self._stall_s, self._watch)
 
@@ -67,6 +81,8 @@ class InFlight:
         decode.running += 1
         self._meter.advance(attempt.last_at_s)
         self._meter.decoding += 1
+        if self._lifecycle is not None:
+            self._lifecycle.admitted(attempt.progress.home.trajectory, decode.worker.id)
 
     def leave(self, attempt: Attempt) -> None:
         """Undo all accounting of a request that ended."""

@@ -23,6 +23,7 @@ from pearl_rl.rollout.buffer import (
     summarize_staleness,
 )
 from pearl_rl.rollout.environments.protocol import TaskSource
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import (
     EndReason,
     PipelineOutcome,
@@ -89,6 +90,7 @@ class PipelineScheduler:
         on_trajectory: Callable[[Trajectory, int], None] = lambda _trajectory, _step: None,
         predicted_s: Callable[[], float | None] = lambda: None,
         position: Position | None = None,
+        lifecycle: LifecycleTrace | None = None,
     ) -> None:
         """`publish` makes a snapshot what workers fetch. `checkpoint` is given each completed step while training still
         holds its GPUs, and bounds itself. `on_trajectory` gets each trajectory with the step it was rolled out in.
@@ -120,6 +122,7 @@ class PipelineScheduler:
             version=lambda: self._version,
             limits=settings.refill,
             position=position,
+            lifecycle=lifecycle,
         )
         self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
         self._training = False
@@ -219,6 +222,7 @@ class PipelineScheduler:
         settings = self._settings
         batch = _Batch(self, step, self._now_s(), settings.batch, waited_s)
         before = self._router.concurrency()
+        prefixes = self._router.statistics.prefixes.copy()
         self._router.take_borrowed()
         self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=settings.batch))
         try:
@@ -242,6 +246,7 @@ class PipelineScheduler:
             makespan_s=batch.makespan_s,
             decoding_fraction=(self._router.concurrency() - before).decoding_fraction,
             borrowed=batch.borrowed,
+            prefixes=(self._router.statistics.prefixes - prefixes).fractions,
         )
         self._post(RolloutFinished(now_s=now_s, step=step, makespan_s=batch.makespan_s, borrowed=batch.borrowed))
         if not self._training and self._batches.empty() and not self._buffer.stale(self._version):

@@ -53,7 +53,17 @@ class RolloutTracker(Protocol):
         ...
 
     def finish_step(
-        self, *, step: int, batch: int, makespan_s: float, decoding_fraction: float | None, borrowed: bool
+        self,
+        *,
+        step: int,
+        batch: int,
+        makespan_s: float,
+        decoding_fraction: float | None,
+        borrowed: bool,
+        prefixes: tuple[float, float] | None,
     ) -> None:
-        """The last trajectory of a batch completed; `decoding_fraction` is f, None where nothing was measured."""
+        """The last trajectory of a batch completed; `decoding_fraction` is f, None where nothing was measured.
+
+        `prefixes` are the parts of prefixes in caches that moves and newer weights cost (`PrefixUse.fractions`).
+        """
         ...

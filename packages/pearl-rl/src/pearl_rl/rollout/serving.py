@@ -133,10 +133,13 @@ class Home:
     decode: Slot | None = None
     version: int = -1
     """Weight version of its newest token: versions never go back within a trajectory."""
+    tokens: int = 0
+    """Context at its newest request: what a cache holds of it at best."""
 
     def move(self, route: Route, context_tokens: int) -> None:
         """Note that the prefix will be where `route` says, and nowhere else."""
         prefill, decode = route
+        self.tokens = context_tokens
         if self.prefill is not prefill:
             if self.prefill is not None:
                 self.prefill.disown(self.trajectory)

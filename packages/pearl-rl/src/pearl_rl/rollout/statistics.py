@@ -1,6 +1,39 @@
 """What the router counts, and how long how many trajectories were decoding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(slots=True)
+class PrefixUse:
+    """What became of prefixes in caches by the time their trajectories came again, tokens; capacity apart."""
+
+    kept: int = 0
+    """Found, moved or renewed: what caches would hold were they to hold all."""
+    moved: int = 0
+    """Left behind, since another worker had less to do or the old one does not serve any more."""
+    renewed: int = 0
+    """Void, since the worker loaded newer weights."""
+
+    def count(self, *, tokens: int, there: bool, found: int) -> None:
+        """A trajectory of `tokens` tokens came again, to the same worker or not; that holds `found` of them."""
+        self.kept += tokens
+        if not there:
+            self.moved += tokens
+        else:
+            self.renewed += max(0, tokens - found)
+
+    def __sub__(self, earlier: "PrefixUse") -> "PrefixUse":
+        """What was counted since `earlier`."""
+        return PrefixUse(self.kept - earlier.kept, self.moved - earlier.moved, self.renewed - earlier.renewed)
+
+    def copy(self) -> "PrefixUse":
+        """The counts as they are now."""
+        return replace(self)
+
+    @property
+    def fractions(self) -> tuple[float, float] | None:
+        """(moved, renewed) as parts of `kept`; None where no trajectory came again."""
+        return (self.moved / self.kept, self.renewed / self.kept) if self.kept else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +73,7 @@ class RouterStatistics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that prefix caches held."""
+    prefixes: PrefixUse = field(default_factory=PrefixUse)
     generated_tokens: int = 0
     waits: int = 0
     """Calls that found nobody to serve them at first."""
