@@ -99,19 +99,18 @@ def test_backlog_is_exact_and_never_corrected() -> None:
     assert forecast(predictor, 5.0).prefill_tokens == 640.0
 
 
-def test_a_cancelled_request_counts_once_as_arrival_and_each_time_as_admission() -> None:
+def test_a_request_that_is_sent_again_is_no_new_arrival() -> None:
     predictor = WorkloadPredictor()
-    record = None
-    for change in life("now", 0.0, [(1000, 1.0, 5.0, 1.0)]):
-        if change.phase is P.TOOL:
-            break
-        predictor.observe(change)
-        record = change
-    assert record is not None
-    again = follow_up(record, P.READY, 4.0, prompt_tokens=1010, instance=PREFILL)
-    seen(predictor, [again, follow_up(again, P.DECODE, 5.0, instance=DECODE)], 9.0)
     forecast(predictor, 0.0)
-    assert (predictor._arrived, predictor._admitted) == (0.0, 0.0)
+    decoding = [change for change in life("now", 0.0, [(1000, 1.0, 5.0, 1.0)]) if change.at_s <= 3.0][-1]
+    seen(predictor, list(life("now", 0.0, [(1000, 1.0, 5.0, 1.0)])), 3.0)
+    again = follow_up(decoding, P.READY, 4.0, prompt_tokens=1010, instance=PREFILL)
+    serving = follow_up(again, P.PREFILL, 4.0, instance=PREFILL)
+    seen(predictor, [again, serving, follow_up(serving, P.DECODE, 5.0, instance=DECODE)], 9.0)
+    forecast(predictor, 10.0)
+    assert predictor.last is not None
+    assert predictor.last.prefill_tokens == 1000.0, "the trajectory asked once"
+    assert predictor.last.admitted_tokens == 1000.0 + 1010.0, "decode was given it twice"
 
 
 def test_the_bias_learns_from_windows_of_the_right_length_only() -> None:

@@ -13,7 +13,9 @@ from typing import Protocol, TypeVar
 from pearl_executor.ports import Finish, Sampling
 from pearl_rl.rollout.calls import Generate, ModelCall, TurnResult
 from pearl_rl.rollout.environments.protocol import Environment, EnvironmentFailure, StepResult, Task, Value
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.tokenizer import AgentTokenizer
+from pearl_state.phases import StartupMode
 from pearl_state.samples import TurnSample
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId, Turn
 
@@ -79,7 +81,9 @@ class TextAgent:
         tokenizer: AgentTokenizer,
         limits: AgentLimits,
         sampling: Sampling | None = None,
+        lifecycle: LifecycleTrace | None = None,
     ) -> None:
+        self._lifecycle = lifecycle
         self._environment_factory = environment_factory
         self._tokenizer = tokenizer
         self._limits = limits
@@ -89,6 +93,9 @@ class TextAgent:
     async def run(self, episode: Episode, generate: Generate) -> Trajectory:
         """Play to the end, as `Agent.run` says. Raises `PromptTooLongError` too."""
         environment = self._environment_factory()
+        if self._lifecycle is not None:
+            warm = getattr(environment, "prewarmed", True)
+            self._lifecycle.starting(episode.trajectory, StartupMode.PREWARMED if warm else StartupMode.COLD)
         try:
             return await self._play(episode, generate, environment)
         finally:
@@ -119,6 +126,8 @@ class TextAgent:
             if len(play.context) + len(prompt) >= self._limits.context_tokens:
                 play.info["truncated"] = "context"
                 break
+        if self._lifecycle is not None:
+            self._lifecycle.rewarding(episode.trajectory)
         return play.trajectory(reset_s)
 
     def _call(self, play: "_Play", prompt: list[int]) -> ModelCall:

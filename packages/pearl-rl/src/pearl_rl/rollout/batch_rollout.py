@@ -11,6 +11,7 @@ from pearl_rl.rollout.agent import Agent, Episode, PromptTooLongError
 from pearl_rl.rollout.buffer import GroupBuffer
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task, TaskSource
+from pearl_rl.rollout.lifecycle import LifecycleTrace, task_kind
 from pearl_rl.rollout.router import Router
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
@@ -69,8 +70,10 @@ class BatchRollout:
         version: Callable[[], int],
         limits: RefillLimits | None = None,
         position: Position | None = None,
+        lifecycle: LifecycleTrace | None = None,
     ) -> None:
         self._router = router
+        self._lifecycle = lifecycle
         self._agent = agent
         self._tasks = tasks
         self._buffer = buffer
@@ -122,6 +125,9 @@ class BatchRollout:
         while True:
             episode = self._dispatch(group)
             self._router.begin(episode.trajectory)
+            if self._lifecycle is not None:
+                self._lifecycle.sampled(episode.trajectory, group, task_kind(episode.task.id))
+            accepted: bool | None = None
             try:
                 trajectory = await self._agent.run(episode, self._router.generate)
             except (GenerationFailedError, EnvironmentFailure) as error:
@@ -136,10 +142,13 @@ class BatchRollout:
                 raise
             else:
                 self._buffer.complete(trajectory, self._version())
+                accepted = True
                 listener.completed(trajectory)
                 return
             finally:
                 self._router.end(episode.trajectory)
+                if self._lifecycle is not None:
+                    self._lifecycle.ended(episode.trajectory, accepted=accepted)
             await asyncio.sleep(pause_s)
 
     def _dispatch(self, group: GroupId) -> Episode:

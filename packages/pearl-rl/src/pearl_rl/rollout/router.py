@@ -22,6 +22,7 @@ from pearl_executor.ports import (
 from pearl_rl.rollout.attempt import Attempt, ContractError, Ending, Progress
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError, ModelCall, TurnResult
 from pearl_rl.rollout.in_flight import InFlight, resolve
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.serving import Home, Route, ServingLimits, ServingSet, Slot, WorkerLoad
 from pearl_rl.rollout.statistics import Concurrency, ConcurrencyMeter, RouterStatistics
 from pearl_state.lifecycle import Lifecycle
@@ -58,6 +59,7 @@ class Router:
     """Dispatches model calls. One per run; everything happens in the run's event loop.
 
     `on_fault(worker, cause)` is told of a serving worker that is lost or broke the weight-version contract.
+    `lifecycle` is told of the phases of each call.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Router:
         generation: GenerationPort,
         limits: RouterLimits | None = None,
         on_fault: Callable[[Worker, str], None] | None = None,
+        lifecycle: LifecycleTrace | None = None,
     ) -> None:
+        self._lifecycle = lifecycle
         self._port = generation
         self._limits = RouterLimits() if limits is None else limits
         self._on_fault = on_fault
@@ -79,7 +83,7 @@ class Router:
         self._meter = ConcurrencyMeter()
         self.statistics = RouterStatistics()
         """Counters since the run began."""
-        self._in_flight = InFlight(self._limits.stall_s, self.statistics, self._meter, self._wake)
+        self._in_flight = InFlight(self._limits.stall_s, self.statistics, self._meter, self._wake, lifecycle)
 
     # ---- the table --------------------------------------------------------------------------------------------------
 
@@ -176,11 +180,16 @@ class Router:
         if home is None:
             home = Home(call.trajectory)
         progress = Progress(call, home, asyncio.get_running_loop().time())
+        lifecycle = self._lifecycle
         while True:
+            if lifecycle is not None:
+                lifecycle.ready(call.trajectory, call.turn, progress.context_tokens)
             route = await self._route(progress)
             result = await self._attempt(progress, route)
             if result is None:
                 continue
+            if lifecycle is not None:
+                lifecycle.answered(call.trajectory, len(call.prompt) + len(result.tokens), result.worker)
             self.statistics.calls += 1
             self.statistics.generated_tokens += len(result.tokens)
             return result
