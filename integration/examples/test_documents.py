@@ -16,6 +16,7 @@ ELSEWHERE = {
     "pip install uv && uv run pearl-rl train": "nox -s job",
     "uv run pearl-rl train": "nox -s job",
     "uv run pearl-rl train job.toml --set train.learning_rate=3e-4 --json": "test_local_job.py runs this form",
+    "python -m pearl_planner serve --model qwen3-8b --gpu h800 --tp 2 --port 8400": "test_guest.py starts it",
     "uv run nox": "continuous integration",
     "uv sync --group lint": "nox does it",
     "uv run python integration/benchmarks/bench_effects.py": "nox -s effects",

@@ -7,6 +7,7 @@ from pearl_state.lifecycle import Lifecycle
 from pearl_state.plan import PlanId, Stage, TransitionPlan
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Activity, Mode, Role, Tenure, Zone
+from pearl_state.samples import DecodeSample, EngineSamples, PrefillSample, TransferSample, TurnSample
 from pearl_state.table import WorkerTable
 from pearl_state.trajectory import Trajectory, Turn, WeightSpan
 from pearl_state.worker import GpuId, Worker, WorkerId
@@ -18,6 +19,8 @@ __all__ = [
     "ConfigurationError",
     "Constraint",
     "Decision",
+    "DecodeSample",
+    "EngineSamples",
     "GpuId",
     "IllegalTransitionError",
     "InvariantError",
@@ -26,6 +29,7 @@ __all__ = [
     "Mode",
     "PlanId",
     "PlatformProfile",
+    "PrefillSample",
     "ProfileError",
     "Reason",
     "Role",
@@ -34,8 +38,10 @@ __all__ = [
     "SwitchKind",
     "Tenure",
     "Trajectory",
+    "TransferSample",
     "TransitionPlan",
     "Turn",
+    "TurnSample",
     "WeightSpan",
     "Worker",
     "WorkerId",
