@@ -85,11 +85,15 @@ def test_it_runs_as_a_module():
     assert json.loads(done.stdout)["selected"] == "3P5D"
 
 
-def test_the_readme_s_example_runs(capsys):
+def test_the_readme_s_examples_run(capsys):
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    assert len(code.splitlines()) <= 10
-    exec(compile(code, "README.md", "exec"), {})
+    decision, guest = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    assert len(decision.splitlines()) <= 10
+    exec(compile(decision, "README.md", "exec"), {})
     out = capsys.readouterr().out
     assert out.startswith("4P9D best 73.")
     assert ">  4P9D" in out
+    exec(compile(guest, "README.md", "exec"), {})
+    selected, reason = capsys.readouterr().out.splitlines()
+    assert selected == "8C"
+    assert reason.startswith("48/64 x (")
