@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from pearl_rl.cli import people
 from pearl_rl.errors import CommandError, ExitCode
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -139,11 +140,25 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
     full: Annotated[bool, typer.Option("--full", help="With --json: every step, decision and interval.")] = False,
+    report: Annotated[Path | None, typer.Option(help="HTML file that gets one page of everything.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Folder that gets a run folder of each simulation.")] = None,
 ) -> None:
-    """Run a scenario in virtual time: the real control plane on a simulated cluster."""
+    """Run a scenario in virtual time: the real control plane on a simulated cluster.
+
+    Example: pearl-rl simulate paper-segment1 --policy rlboost,pearl --report compared.html
+    """
     from pearl_rl.cli.simulate import run_simulation
 
-    code = run_simulation(scenario, policies=policy, seeds=seeds, overrides=overrides or [], as_json=as_json, full=full)
+    code = run_simulation(
+        scenario,
+        policies=policy,
+        seeds=seeds,
+        overrides=overrides or [],
+        as_json=as_json,
+        full=full,
+        report=report,
+        record=record,
+    )
     raise typer.Exit(int(code))
 
 
@@ -190,3 +205,6 @@ def schema() -> None:
     from pearl_rl.cli import config as commands
 
     commands.schema()
+
+
+people.register(app)

@@ -3,13 +3,16 @@
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from pearl_executor.virtual_time import SimulationDeadlockError
+from pearl_rl.cli.recordings import Recordings
 from pearl_rl.errors import CommandError, ExitCode, SettingsError
 
 if TYPE_CHECKING:
+    from pearl_rl.run_folder import RunFolder
     from pearl_rl.simulation.outcome import SimulationResult
     from pearl_rl.simulation.scenario import Scenario
 
@@ -24,16 +27,20 @@ def run_simulation(
     overrides: Sequence[str] = (),
     as_json: bool = False,
     full: bool = False,
+    report: Path | None = None,
+    record: Path | None = None,
 ) -> ExitCode:
     """Simulate every policy (comma-separated; empty: the scenario's own) with `seeds` seeds each, and print.
 
-    `as_json` prints one object on the last line; with `full` it holds every step, decision and interval. Raises
+    `as_json` prints one object on the last line; with `full` it holds every step, decision and interval. `record` is a
+    folder that gets the run folder of each simulation, `report` a file that gets one page of all. Raises
     `CommandError`.
     """
     if not 1 <= seeds <= _MOST_SEEDS:
         raise CommandError(f"--seeds {seeds}: must be from 1 to {_MOST_SEEDS}")
     plans = _plans(source, policies, seeds, overrides)
     results: dict[str, list[SimulationResult]] = {}
+    recorder = Recordings(record, report)
     for number, scenario in enumerate(plans, start=1):
         if sys.stderr.isatty():
             print(
@@ -42,13 +49,14 @@ def run_simulation(
                 file=sys.stderr,
                 flush=True,
             )
-        results.setdefault(scenario.policy.name, []).append(_simulate(scenario))
+        results.setdefault(scenario.policy.name, []).append(recorder.run(scenario, _simulate))
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     if as_json:
         print(json.dumps(_document(plans[0], results, full=full), allow_nan=False))
     else:
         _print_table(plans[0], results)
+    recorder.finish(plans[0].name)
     return ExitCode.OK
 
 
@@ -62,11 +70,11 @@ def _plans(source: str, policies: str, seeds: int, overrides: Sequence[str]) -> 
     return [load_scenario(source, [*overrides, f"policy.name={name}", f"run.seed={seed}"]) for name, seed in runs]
 
 
-def _simulate(scenario: "Scenario") -> "SimulationResult":
+def _simulate(scenario: "Scenario", folder: "RunFolder | None" = None) -> "SimulationResult":
     from pearl_rl.simulation.cluster import simulate
 
     try:
-        return simulate(scenario)
+        return simulate(scenario, folder=folder)
     except SimulationDeadlockError as error:
         raise CommandError(
             f"{scenario.name}, policy {scenario.policy.name}: the control plane hangs: {error}", ExitCode.PARTIAL

@@ -1,0 +1,312 @@
+"""A report says what the run's records say, lets no string of a run become markup, and asks nobody for anything."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from pearl_rl.cli.app import app
+from pearl_rl.report.charts import CHARTS, staleness_histogram, step_shares
+from pearl_rl.report.diagnosis import Level, diagnose
+from pearl_rl.report.page import comparison_page, flat, run_page, script_json, tiles
+from pearl_rl.report.run_record import percentiles, read_run
+from pearl_rl.report.standalone import standalone_plots
+from pearl_rl.report.svg import Plot, number, ticks, time_ticks
+from pearl_rl.report.table_history import configuration_text, gpu_words, lanes, levels, snapshots
+from pearl_rl.run_folder import RunFolder
+from pearl_rl.simulation.cluster import simulate
+from pearl_rl.simulation.scenario import load_scenario
+
+SMALL = ("rollout.batch=16", "rollout.group_size=4", "run.steps=3", "workload.max_turns=3")
+HOSTILE = '"><script>alert(1)</script><img src=//x.test/a>\u2028'
+VOID = {"meta", "link", "input", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that elements close in order, and keeps what could load something."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loads, self.tags, self.text = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [
+            value for key, value in attrs if key in ("src", "href", "action", "srcset") and value != "data:,"
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    scenario = load_scenario("paper-segment1", SMALL)
+    path = tmp_path_factory.mktemp("report") / "run"
+    with RunFolder.create_simulation(scenario.model_dump(), path) as made:
+        made.write_summary(simulate(scenario, folder=made).to_json(full=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    return read_run(folder)
+
+
+# ---- what it reads --------------------------------------------------------------------------------------------------
+
+
+def test_the_record_sums_up_what_the_simulation_says_of_itself(run):
+    assert run.summary is not None
+    assert run.throughput == pytest.approx(run.summary["throughput_tokens_per_s"])
+    assert run.wape == pytest.approx(run.summary["prediction_wape"])
+    assert len(run.steps) == 3
+    assert run.turns >= 3 * 16
+    assert sum(part.share for part in run.latency.values()) == pytest.approx(1)
+
+
+def test_levels_never_exceed_the_gpus_of_the_scenario(run):
+    cluster = run.config["cluster"]
+    for level in run.levels:
+        assert level.reserved_gpus <= cluster["reserved_rollout_gpus"]
+        assert level.preemptible_gpus <= cluster["max_preemptible_gpus"]
+        assert level.borrowed_gpus <= cluster["training_gpus"]
+    times = [level.at_s for level in run.levels]
+    assert times == sorted(set(times))
+
+
+def test_lanes_hold_each_worker_once_at_a_time(run):
+    assert run.lanes[0].group == "training"
+    for lane in run.lanes:
+        for span, following in zip(lane.spans, lane.spans[1:], strict=False):
+            assert span.start_s < span.end_s <= following.start_s
+
+
+def row(role="colocated", lifecycle="active", zone="dedicated", tenure="reserved", gpus=(1,)):
+    return {"role": role, "lifecycle": lifecycle, "zone": zone, "tenure": tenure, "gpus": list(gpus), "cordoned": False}
+
+
+def test_the_table_history_follows_changes_and_departures():
+    lines = [
+        {
+            "now_s": 0.0,
+            "rows": {"0": row("training", zone="overlap", gpus=(0,)), "3": row()},
+            "gone": [],
+            "training": "idle",
+        },
+        {
+            "now_s": 2.0,
+            "rows": {"3": row("prefill"), "4": row("decode", tenure="preemptible")},
+            "gone": [],
+            "training": "running",
+        },
+        {"now_s": 5.0, "rows": {}, "gone": [4], "training": "idle"},
+    ]
+    history = list(snapshots(lines))
+    assert [configuration_text(snapshot.rows.values()) for snapshot in history] == ["1C", "1P1D", "1P0D"]
+    assert [(level.at_s, level.gpus) for level in levels(history)] == [(0.0, 1), (2.0, 2), (5.0, 1)]
+    by_name = {lane.name: [(s.start_s, s.end_s, s.role, s.state) for s in lane.spans] for lane in lanes(history, 9.0)}
+    assert by_name["training, 1 GPU"][1] == (2.0, 5.0, "training", "running")
+    assert by_name["4 on GPU 1"] == [(2.0, 5.0, "decode", "active")]
+    assert by_name["3 on GPU 1"] == [(0.0, 2.0, "colocated", "active"), (2.0, 9.0, "prefill", "active")]
+
+
+def test_gpus_in_words():
+    assert [gpu_words(ids) for ids in ([4], [5, 4], [7, 4])] == ["GPU 4", "GPU 4-5", "GPU 4,7"]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
+@settings(max_examples=30)
+def test_percentiles_are_values_in_order(values):
+    found = percentiles(values, sum(values))
+    assert min(values) <= found.p50_s <= found.p90_s <= found.p99_s <= max(values)
+    assert {found.p50_s, found.p99_s} <= set(values)
+
+
+def test_parts_of_a_step_add_up_to_its_duration(run):
+    for step in run.steps:
+        shares = step_shares(step)
+        assert sum(shares.values()) == pytest.approx(step["duration_s"])
+        assert min(shares.values()) >= 0
+
+
+def test_a_running_job_has_a_report_that_says_so(folder, tmp_path):
+    for path in folder.iterdir():
+        if path.name != "summary.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event":"Rollo')
+    found = diagnose(read_run(tmp_path))
+    assert any("3 of 3 steps are complete" in finding.text for finding in found)
+
+
+# ---- what it shows --------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_well_formed_and_loads_nothing(run):
+    text = run_page(run)
+    page = Page(text)
+    assert page.loads == []
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|EventSource", text)
+    assert "default-src 'none'" in text.replace("&#x27;", "'")
+    assert page.tags.count("section") >= len(CHARTS)
+
+
+def test_the_tiles_carry_the_values_of_the_run(run):
+    shown = {key: value for key, value, _ in tiles(run)}
+    assert shown["throughput"] == number(run.summary["throughput_tokens_per_s"])
+    assert shown["steps"] == "3"
+    assert shown["borrows"] == str(run.summary["counts"]["borrows"])
+    assert shown["lost"] == "0"
+
+
+def test_every_decision_is_there_with_all_its_candidates(run):
+    text = run_page(run)
+    assert text.count('<details class="decision"') == len(run.decisions) > 0
+    shown = sum(len(line["decision"]["candidates"]) for line in run.decisions)
+    assert len(re.findall(r"<tr(?: class=chosen)?><td>\d+(?:C|P\d+D)</td>", text)) == shown
+
+
+def test_no_string_of_a_run_becomes_markup(run, folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    scenario = json.loads((folder / "scenario.json").read_text())
+    scenario["name"] = scenario["about"] = scenario["model"] = HOSTILE
+    (tmp_path / "scenario.json").write_text(json.dumps(scenario))
+    events = {"event": "WorkerFailed", "now_s": 1.0, "worker": 1, "incarnation": 1, "cause": HOSTILE}
+    (tmp_path / "events.jsonl").write_text(json.dumps(events) + "\n")
+    lines = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "decision" in line:
+            line["trigger"], line["decision"]["limits"] = HOSTILE, [HOSTILE]
+    (tmp_path / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(run_page(read_run(tmp_path)))
+    assert page.loads == []
+    assert page.tags.count("script") == 2
+    assert "img" not in page.tags
+    assert any("alert(1)" in text for text in page.text)
+
+
+@given(st.text())
+@settings(max_examples=50)
+def test_script_data_cannot_leave_its_element(text):
+    data = script_json({"a": text})
+    assert not set(data) & set("<>&\u2028\u2029")
+    assert json.loads(data) == {"a": text}
+
+
+def test_every_chart_is_drawn_at_both_widths(run):
+    for chart in CHARTS:
+        for width in (346, 1080):
+            plot = chart.draw(run, width)
+            assert plot is not None, chart.key
+            assert "nan" not in plot.svg().lower()
+
+
+def test_a_run_without_steps_has_a_page(tmp_path):
+    with RunFolder.create_simulation(load_scenario("webshop").model_dump(), tmp_path / "run") as made:
+        run = read_run(made.path)
+    Page(run_page(run))
+    assert [finding.level for finding in diagnose(run)] == [Level.NOTE]
+
+
+def test_several_runs_are_compared_with_the_first(run):
+    text = comparison_page([run, run], "twice")
+    Page(text)
+    assert text.count('<article class="run">') == 2
+    assert "<td>1.000</td>" in text
+
+
+def test_plots_stand_alone(run):
+    names = {name for name, text in standalone_plots(run) if text.startswith("<svg") and "--ink" in text}
+    assert names == {chart.key for chart in CHARTS}
+
+
+def test_the_histogram_counts_every_trajectory(run):
+    assert sum(staleness_histogram(run).values()) == sum(step["trajectories"] for step in run.steps)
+
+
+def test_settings_are_listed_by_dotted_key():
+    assert list(flat({"a": {"b": 1, "c": {}}, "d": "x"}, {"a.b": "--set"})) == [
+        ("a.b", 1, "--set"),
+        ("a.c", {}, ""),
+        ("d", "x", ""),
+    ]
+
+
+# ---- drawing --------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(-1e4, 1e4), st.floats(1e-3, 1e6), st.integers(1, 20))
+@settings(max_examples=60)
+def test_ticks_are_few_and_inside(low, span, most):
+    found = ticks(low, low + span, most)
+    assert len(found) <= most + 1
+    assert all(low - span * 1e-6 <= value <= low + span * (1 + 1e-6) for value in found)
+
+
+def test_time_is_marked_in_the_unit_that_suits():
+    assert [text for _, text in time_ticks(0, 60, 3)] == ["0 s", "30 s", "60 s"]
+    assert time_ticks(0, 7200, 4)[-1][1] == "120 min"
+    assert time_ticks(0, 86_400, 4)[-1][1].endswith(" h")
+
+
+def test_positions_follow_the_data():
+    plot = Plot(200, 100, (0.0, 10.0), (0.0, 1.0), "x", left=20, right=0, top=0, bottom=20)
+    assert (plot.px(0), plot.px(10)) == (20, 200)
+    assert (plot.py(0), plot.py(1)) == (80, 0)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_the_page_and_the_plots(folder, tmp_path):
+    out = tmp_path / "deep" / "r.html"
+    result = CliRunner().invoke(app, ["report", str(folder), "-o", str(out), "--plots", str(tmp_path / "plots")])
+    assert result.exit_code == 0
+    assert out.read_text().startswith("<!doctype html>")
+    assert len(list((tmp_path / "plots").glob("*.svg"))) == len(CHARTS)
+
+
+@pytest.mark.parametrize("make", [lambda path: path / "none", lambda path: path])
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, make, capsys):
+    assert app(["report", str(make(tmp_path))], standalone_mode=False) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "give the folder of a run" in error
+
+
+def test_a_damaged_file_is_named_in_one_line(folder, tmp_path, capsys):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    assert app(["report", str(tmp_path)], standalone_mode=False) == 2
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_simulation_of_several_policies_has_one_page_and_keeps_its_records(tmp_path):
+    out, kept = tmp_path / "s.html", tmp_path / "kept"
+    given_ = [word for value in SMALL for word in ("--set", value)]
+    result = CliRunner().invoke(
+        app, ["simulate", "webshop", "--policy", "rlboost,pearl", *given_, "--report", str(out), "--record", str(kept)]
+    )
+    assert result.exit_code == 0, result.output
+    text = out.read_text()
+    Page(text)
+    assert text.count('<article class="run">') == 2
+    assert {path.name for path in kept.iterdir()} == {"rlboost-0", "pearl-0"}
+    assert len(read_run(kept / "pearl-0").steps) == 3
