@@ -102,4 +102,11 @@ def test_a_control_file_need_not_exist_yet(tmp_path):
 def test_what_training_needs_is_looked_for_by_name(monkeypatch):
     monkeypatch.setattr("pearl_rl.preflight.find_spec", lambda name: None if name == "tokenizers" else object())
     with pytest.raises(CommandError, match="train needs tokenizers, not installed here; run `uv sync`"):
-        check_installed()
+        check_installed(load_settings().settings)
+
+
+def test_ray_is_asked_for_only_where_the_job_runs_on_it(monkeypatch):
+    monkeypatch.setattr("pearl_rl.preflight.find_spec", lambda name: None if name == "ray" else object())
+    check_installed(load_settings().settings)
+    with pytest.raises(CommandError, match=r"needs the package ray, not installed here; run `uv sync --group ray`"):
+        check_installed(load_settings(None, ["cluster.runtime=ray"]).settings)

@@ -17,6 +17,7 @@ from pearl_planner.decide import DecideSettings
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.settings import ResolvedSettings, Settings, SettingsError, json_schema, load_settings, to_json, to_toml
 from pearl_rl.settings.keys import leaves, nearest, sections
+from pearl_rl.settings.labels import parse_labels
 from pearl_rl.settings.load import default_text, parse_override
 from pearl_rl.settings.platform import DeviceSettings, ExecutorLimitSettings, PlannerSettings
 from pearl_rl.settings.toml_lines import key_lines
@@ -411,3 +412,20 @@ def test_every_key_is_found_on_its_line(entries):
     text = "\n".join(lines)
     tomllib.loads(text)
     assert key_lines(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["cluster.ray.address=auto"], r'names a cluster that nobody uses; set cluster.runtime="ray" too'),
+        (["cluster.ray.reserved_labels=elastic"], r"'elastic' is no label; write key=value"),
+    ],
+)
+def test_settings_of_ray_that_cannot_hold_are_refused_in_one_line(overrides, line):
+    with pytest.raises(SettingsError, match=line):
+        load_settings(None, overrides)
+
+
+def test_labels_are_pairs_separated_by_commas():
+    assert parse_labels(" a=b, pearl.zone=elastic ,") == {"a": "b", "pearl.zone": "elastic"}
+    assert parse_labels("") == {}

@@ -36,6 +36,7 @@ from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.tokenizer import TextTokenizer, build_word_tokenizer
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
 from pearl_rl.run_folder import RunFolder
+from pearl_rl.runtimes import open_processes, worker_runtime
 from pearl_rl.settings import Settings
 from pearl_rl.summary import TrainSummary
 from pearl_rl.training.batch import TrainBatch
@@ -156,9 +157,10 @@ class _Run:
             seed=settings.run.seed,
             weight_version=0,
         )
-        forks = await stack.enter_async_context(
-            ForkServer(folder.path / "workers", preload=(*recipe.preload, *PRELOAD))
+        processes = await stack.enter_async_context(
+            open_processes(settings, folder.path / "workers", (*recipe.preload, *PRELOAD))
         )
+        forks = processes.server
         await suite.start()
         stack.push_async_callback(suite.close)
         tokenizer = await self._model(forks, suite, model_dir)
@@ -179,12 +181,12 @@ class _Run:
             self._observer.on_message(f"goes on after step {self._resumed.step} of {self._resumed.folder}")
         self._weights = WeightStore(folder.weights)
         await self._publish(self._trainer.newest)
-        runtime = LocalRuntime(recipe, forks=forks, timeouts=parts.timeouts(settings), on_lost=self._on_lost)
+        runtime = worker_runtime(recipe, processes, parts.timeouts(settings), self._on_lost)
         await stack.enter_async_context(runtime)
         self._wire(runtime, suite, tokenizer, model_dir)
         self._source = parts.availability(settings)
 
-    async def _model(self, forks: ForkServer, suite: EnvironmentSuite, model_dir: Path) -> TextTokenizer:
+    async def _model(self, forks: ProcessServer, suite: EnvironmentSuite, model_dir: Path) -> TextTokenizer:
         """The tokenizer of the model; a tiny model is built first, from scratch."""
         settings = self._settings
         if settings.model.path != "tiny":

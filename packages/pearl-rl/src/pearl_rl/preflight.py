@@ -59,8 +59,13 @@ def check_parts(settings: Settings) -> None:
             raise SettingsError(f"settings cannot be used: {error}") from None
 
 
-def check_installed() -> None:
+def check_installed(settings: Settings) -> None:
     """Raise `CommandError` where a package that training needs is missing. Imports none of them."""
+    if settings.cluster.runtime == "ray" and find_spec("ray") is None:
+        raise CommandError(
+            'cluster.runtime = "ray" needs the package ray, not installed here; run `uv sync --group ray` in the '
+            "project's clone"
+        )
     missing = [name for name in ("torch", "transformers", "tokenizers") if find_spec(name) is None]
     if missing:
         raise CommandError(

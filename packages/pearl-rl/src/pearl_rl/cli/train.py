@@ -62,7 +62,7 @@ def run_training(
     """Run the command. Raises `CommandError` before anything is written where the job cannot run."""
     resolved = load_settings(config, overrides)
     check_parts(resolved.settings)
-    check_installed()
+    check_installed(resolved.settings)
     from pearl_rl.compose import train
 
     with RunFolder.create(resolved, run_dir) as folder:

@@ -20,10 +20,20 @@ class EngineSettings(Section):
     threads: int = Field(ge=1, le=1_024, description="CPU threads of one worker's engine")
 
 
+class RaySettings(Section):
+    """`[cluster.ray]`: the Ray cluster of `cluster.runtime = "ray"`."""
+
+    address: str = Field(description='cluster to connect to (host:port or "auto"); empty starts one on this machine')
+    start_s: float = Field(gt=0, description="placing and starting one process on the cluster, seconds")
+    training_labels: str = Field(description="node labels for training GPUs, like pearl.zone=training; empty for any")
+    reserved_labels: str = Field(description="node labels for reserved rollout GPUs; empty for any")
+    preemptible_labels: str = Field(description="node labels for preemptible GPUs; empty for any")
+
+
 class ClusterSettings(Section):
     """`[cluster]`: logical GPUs, and who may use them."""
 
-    runtime: Literal["local"] = Field(description="where worker processes live")
+    runtime: Literal["local", "ray"] = Field(description="where processes live: on this machine, or on a Ray cluster")
     training_gpus: int = Field(ge=1, le=1_000_000, description="GPUs of the training pool (the overlap zone)")
     reserved_rollout_gpus: int = Field(ge=0, le=1_000_000, description="GPUs that rollout keeps for the whole run")
     max_preemptible_gpus: int = Field(ge=0, le=1_000_000, description="most GPUs that come and go")
@@ -32,6 +42,7 @@ class ClusterSettings(Section):
         description="use of idle training GPUs: never, always, or where the gate of PEARL eq. (7) predicts a gain"
     )
     max_restarts: int = Field(ge=0, le=1_000_000, description="failures after which a worker slot is given up")
+    ray: RaySettings = Field(description='the cluster, where runtime = "ray"')
 
 
 class AvailabilitySettings(Section):

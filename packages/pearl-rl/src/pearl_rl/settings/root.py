@@ -14,6 +14,7 @@ from pearl_rl.settings.job import (
     Section,
     TrainSettings,
 )
+from pearl_rl.settings.labels import parse_labels
 from pearl_rl.settings.platform import (
     AvailabilitySettings,
     ClusterSettings,
@@ -197,6 +198,19 @@ def _sampling(settings: Settings) -> Iterator[Contradiction]:
         )
 
 
+def _ray(settings: Settings) -> Iterator[Contradiction]:
+    for name in ("training_labels", "reserved_labels", "preemptible_labels"):
+        try:
+            parse_labels(getattr(settings.cluster.ray, name))
+        except ValueError as error:
+            yield Contradiction((f"cluster.ray.{name}",), str(error))
+    if settings.cluster.ray.address and settings.cluster.runtime != "ray":
+        yield Contradiction(
+            ("cluster.ray.address", "cluster.runtime"),
+            'names a cluster that nobody uses; set cluster.runtime="ray" too, or leave it empty',
+        )
+
+
 _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
     _batch,
     _gpus,
@@ -208,4 +222,5 @@ _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
     _policy,
     _thresholds,
     _sampling,
+    _ray,
 )

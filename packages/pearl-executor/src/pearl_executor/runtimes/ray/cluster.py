@@ -16,10 +16,7 @@ from pearl_executor.runtimes.local.processes import ProcessError
 LOOPBACK: Final = "127.0.0.1"
 _CONNECT_TIMEOUT_S: Final = 180.0
 _SHUTDOWN_TIMEOUT_S: Final = 30.0
-_MISSING: Final = (
-    'cluster.runtime = "ray" needs the package ray, which is not installed; run `uv sync --package pearl-rl'
-    " --extra train --extra ray`"
-)
+_MISSING: Final = "the Ray runtime needs the package ray, which is not installed; install pearl-executor[ray]"
 
 
 class RayMissingError(ProcessError):
