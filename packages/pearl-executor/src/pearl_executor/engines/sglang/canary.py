@@ -1,0 +1,71 @@
+"""Canaries: before a (prefill, decode) pair serves, one tiny request must get through it.
+
+A pair can look healthy and hang: after a prefill worker's role or memory changed, a surviving decode server may still
+send to a port that nobody reads.
+"""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+from pearl_executor.engines.sglang.generation import Calls
+from pearl_executor.engines.sglang.journal import Journal
+from pearl_executor.engines.sglang.server import SglangServer
+from pearl_executor.ports import GenerateRequest, Sampling, TransferError, WorkerError
+from pearl_state.roles import Role
+
+_PROMPT_TOKENS = 8
+_VOCABULARY = 128
+"""Token ids that every model has."""
+
+Pair = tuple[tuple[int, int, int], tuple[int, int, int]]
+
+
+@dataclass(slots=True)
+class Canaries:
+    """Which pairs were seen to work, and the check of those that were not."""
+
+    calls: Calls
+    journal: Journal
+    _proven: set[Pair] = field(default_factory=set[Pair])
+
+    async def check(self, server: SglangServer, living: list[SglangServer]) -> int:
+        """Try every pair of `server` with a living counterpart. Returns how many were tried.
+
+        Raises `TransferError` for the first pair that does not hand over.
+        """
+        other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(server.role)
+        peers = [s for s in living if s.role is other and not s.released and s is not server]
+        pairs = [(server, p) if server.role is Role.PREFILL else (p, server) for p in peers]
+        fresh = [pair for pair in pairs if _key(*pair) not in self._proven]
+        await asyncio.gather(*(self._try(*pair) for pair in fresh))
+        return len(fresh)
+
+    async def _try(self, prefill: SglangServer, decode: SglangServer) -> None:
+        if prefill.version != decode.version:
+            # One of them is being brought to other weights; whoever comes second checks the pair.
+            return
+        key = _key(prefill, decode)
+        prompt = [secrets.randbelow(_VOCABULARY) for _ in range(_PROMPT_TOKENS)]
+        request = GenerateRequest(
+            rid=f"canary-{secrets.token_hex(8)}", prompt=prompt, max_new_tokens=2, sampling=Sampling(temperature=0.0)
+        )
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            result = await self.calls.pair(prefill, decode, request, lambda _: None)
+        except WorkerError as error:
+            raise TransferError(f"canary from {prefill} to {decode}: {error}") from error
+        if len(result.tokens) != 2:
+            raise TransferError(f"canary from {prefill} to {decode} brought {len(result.tokens)} of 2 tokens")
+        self._proven.add(key)
+        self.journal.write(
+            "canary", prefill.id, prefill.incarnation, decode=decode.id, duration_s=loop.time() - began_s
+        )
+
+
+def _key(prefill: SglangServer, decode: SglangServer) -> Pair:
+    return (
+        (prefill.id, prefill.incarnation, prefill.epoch),
+        (decode.id, decode.incarnation, decode.epoch),
+    )
