@@ -6,6 +6,7 @@ connection brings back how the child ended. Ends when its standard input ends; i
 """
 
 import array
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -126,11 +127,9 @@ class ForkServer:
                 return
             connection = self._children.pop(pid, None)
             if connection is not None:
-                try:
+                # Whoever asked may be gone.
+                with contextlib.suppress(OSError):
                     connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
-                except OSError:
-                    # Whoever asked is gone.
-                    pass
                 connection.close()
 
     def _stop(self) -> None:
