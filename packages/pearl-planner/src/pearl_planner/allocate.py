@@ -50,12 +50,12 @@ class Demand:
     @property
     def prefill(self) -> float:
         """a: prefill instances without margin, not rounded."""
-        return self.prefill_tokens / (self.horizon_s * self.prefill_tokens_per_s)
+        return _need(self.prefill_tokens / (self.horizon_s * self.prefill_tokens_per_s))
 
     @property
     def decode(self) -> float:
         """b: decode instances without margin, not rounded."""
-        return self.decode_kv_bytes / self.kv_capacity_bytes
+        return _need(self.decode_kv_bytes / self.kv_capacity_bytes)
 
     def margin(self, prefill: int, decode: int) -> float:
         """The largest δ that (n_P, n_D) bears: min(n_P / a, n_D / b) - 1; infinite without demand."""
@@ -76,6 +76,11 @@ class Allocation:
     def feasible(self) -> bool:
         """Whether the budget meets the demand at δ = 0."""
         return self.margin >= 0.0
+
+
+def _need(instances: float) -> float:
+    """Less than a billionth of an instance is no demand."""
+    return instances if instances > _EXACT else 0.0
 
 
 def instances_for(need: float, margin: float) -> int:

@@ -10,6 +10,7 @@ from pearl_planner.policies import Policy
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision
 from pearl_state.effects import Effect, GroupKind
+from pearl_state.events import LoadForecast
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.plan import PlanId, TransitionPlan
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -106,6 +107,8 @@ class ElasticState:
     """R: trajectories of the batch that are not complete."""
     reconsider: bool = False
     """A signal came while a plan was running: decide again when it is over."""
+    forecast: LoadForecast | None = None
+    """The newest forecast of the running step."""
     pinned: Configuration | None = None
     next_plan: PlanId = FIRST_PLAN
     last_decision: Decision | None = None

@@ -280,6 +280,17 @@ def replan(state: ElasticState, trigger: str, loads: Mapping[WorkerId, float], *
     if not members or (members == active and not signal and current_configuration(state.table) is not None):
         return state, ()
     decision = choose(state, len(members), current=current_configuration(state.table))
+    return carry_out(state, decision, members, trigger, loads)
+
+
+def carry_out(
+    state: ElasticState,
+    decision: Decision,
+    members: frozenset[WorkerId],
+    trigger: str,
+    loads: Mapping[WorkerId, float],
+) -> Step:
+    """Begin the plan with the fewest changes from what serves to `decision.selected` on `members`."""
     plan = plan_transition(
         state.table,
         members=members,

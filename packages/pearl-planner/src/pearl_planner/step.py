@@ -12,6 +12,7 @@ from typing import Any
 
 from pearl_planner import answers, inter_scale, intra_scale
 from pearl_planner.elastic import ElasticState, Step
+from pearl_planner.in_step import rebalance
 from pearl_planner.inter_scale import release_unwanted
 from pearl_planner.intra_scale import publish, return_training
 from pearl_planner.reconcile import expand, lend, replan
@@ -47,6 +48,7 @@ def step(state: ElasticState, event: events.Event, loads: Mapping[WorkerId, floa
         lambda s: lend(s, trigger),
         expand,
         lambda s: replan(s, trigger, loads, signal=isinstance(event, _SIGNALS)),
+        lambda s: rebalance(s, trigger, loads) if isinstance(event, events.LoadForecast) else (s, ()),
         release_unwanted,
     ):
         state, effects = act(state)
@@ -89,6 +91,10 @@ def _refitted(state: ElasticState, event: events.ProfileRefitted) -> Step:
     return replace(state, workload=event.workload, platform=event.platform, calibrated=event.calibrated), ()
 
 
+def _forecast(state: ElasticState, event: events.LoadForecast) -> Step:
+    return replace(state, forecast=event), ()
+
+
 def _pinned(state: ElasticState, event: events.ConfigurationPinned) -> Step:
     return replace(state, pinned=event.configuration), ()
 
@@ -113,4 +119,5 @@ _HANDLERS: dict[type, Callable[[ElasticState, Any], Step]] = {
     events.RolloutFinished: _rollout_finished,
     events.ProfileRefitted: _refitted,
     events.ConfigurationPinned: _pinned,
+    events.LoadForecast: _forecast,
 }

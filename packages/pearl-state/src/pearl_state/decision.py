@@ -25,6 +25,8 @@ class Reason(StrEnum):
     """The current configuration cannot run under this budget."""
     FALLBACK = "fallback"
     """No candidate meets every constraint: the least bad one runs, and `violated` says what it breaks."""
+    FORECAST = "forecast"
+    """The load that is forecast for the next seconds of the step wants this ratio, and the switch pays."""
     FIXED = "fixed"
     """A policy that does not choose."""
     UNCALIBRATED = "uncalibrated"

@@ -177,6 +177,24 @@ class ProfileRefitted(_Event):
     """Whether measurements back the platform profile (else it is still the prior)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadForecast(_Event):
+    """What the next `horizon_s` seconds ask of both roles (Prorsa section 4), in full-prompt tokens."""
+
+    horizon_s: float
+    """S."""
+    prefill_tokens: float
+    """W^P: prompts that wait, are served, or are predicted to arrive."""
+    admitted_tokens: float
+    """A^D: prompts predicted to be admitted to decode."""
+    decode_kv_bytes: float
+    """K^D + K̂^D: KV in decode now and of the predicted admissions."""
+    prefill_tokens_per_s: float
+    """θ^P of one prefill worker, full-prompt tokens per busy second."""
+    live: int = 0
+    """Trajectories that are not complete."""
+
+
 # ---- people ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +231,7 @@ Event = (
     | RolloutProgressed
     | RolloutFinished
     | ProfileRefitted
+    | LoadForecast
     | WorkersCordoned
     | ConfigurationPinned
 )

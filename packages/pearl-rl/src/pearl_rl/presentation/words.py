@@ -14,6 +14,7 @@ _REASONS = {
     Reason.COST_EXCEEDS_GAIN: "another is faster, but the switch would cost more than it gains",
     Reason.FORCED: "the current one cannot run under this budget",
     Reason.FALLBACK: "nothing meets every constraint; the least bad one",
+    Reason.FORECAST: "the load of the next seconds wants it",
     Reason.FIXED: "the policy is fixed",
     Reason.UNCALIBRATED: "no measurement yet; chosen by the prior",
 }

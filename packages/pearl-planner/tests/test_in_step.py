@@ -1,0 +1,193 @@
+"""Role switching inside a step, through the pure core: what a forecast may and may not do."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
+from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa
+from pearl_planner.policies import pearl
+from pearl_planner.step import step
+from pearl_state import events
+from pearl_state.configuration import Configuration
+from pearl_state.decision import Reason
+from pearl_state.effects import ApplyStage, Effect, GroupKind, PrepareGroup, RecordDecision
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.roles import Mode, Role
+from pearl_state.worker import GpuId, WorkerId
+
+WORKLOAD = WorkloadProfile(
+    batch=64, turns=16, new_prompt_tokens=1700, response_tokens=70, bubble_ratio=0.5, environment_s=60
+)
+PLATFORM = PlatformProfile(
+    decode_fixed_s=0.0065,
+    decode_per_sequence_s=0.00036,
+    prefill_per_token_s=20e-6,
+    kv_bytes_per_token=100_000,
+    transfer_bytes_per_s=80e9,
+    overhead_per_turn_s=0.5,
+    kv_capacity_bytes=100e9,
+)
+SINGLE_TURN = replace(WORKLOAD, turns=1, new_prompt_tokens=200, response_tokens=8000, environment_s=0.1, bubble_ratio=0)
+
+
+def load(prefill: float, decode: float, now_s: float = 100.0) -> events.LoadForecast:
+    """Demands in instances (a and b of eq. 1)."""
+    return events.LoadForecast(
+        now_s=now_s,
+        horizon_s=10.0,
+        prefill_tokens=prefill * 10.0 * 50_000.0,
+        admitted_tokens=0.0,
+        decode_kv_bytes=decode * PLATFORM.kv_capacity_bytes,
+        prefill_tokens_per_s=50_000.0,
+    )
+
+
+def settle(state: ElasticState, effects: tuple[Effect, ...], now_s: float) -> tuple[ElasticState, list[Effect]]:
+    """Answer everything well until nothing is under way."""
+    seen, waiting = list(effects), list(effects)
+    while waiting:
+        match waiting.pop(0):
+            case PrepareGroup() as group:
+                reported = {worker.id: state.table.target_version for worker in group.workers}
+                event: events.Event = events.GroupPrepared(now_s=now_s, plan_id=group.plan_id, reported=reported)
+            case ApplyStage() as stage:
+                event = events.StageApplied(
+                    now_s=now_s,
+                    plan_id=stage.plan_id,
+                    stage=stage.stage,
+                    reported={worker.id: state.table.target_version for worker in stage.admit},
+                    left=frozenset(worker.id for worker in stage.leave),
+                )
+            case _:
+                continue
+        state, more = step(state, event)
+        seen += more
+        waiting += more
+    return state, seen
+
+
+def running(policy: InStepPolicy, workers: int = 8, workload: WorkloadProfile = WORKLOAD) -> ElasticState:
+    state = initial_state(
+        settings=ElasticSettings(policy=policy, borrowing=Borrowing.OFF),
+        workload=workload,
+        platform=PLATFORM,
+        training_gpus=1,
+    )
+    state, effects = step(
+        replace(state, calibrated=True, batch=64, remaining=64),
+        events.GpusOffered(now_s=0.0, gpus=frozenset(GpuId(10 + i) for i in range(workers))),
+    )
+    return settle(state, effects, 1.0)[0]
+
+
+def test_prorsa_starts_disaggregated_and_moves_with_the_forecast() -> None:
+    state = running(prorsa())
+    assert state.table.configuration == Configuration(4, 4)
+    state, effects = step(state, load(0.5, 2.0))
+    record = next(effect for effect in effects if isinstance(effect, RecordDecision))
+    # a = 0.5, b = 2: (2, 6) bears min(4, 3) - 1 = 2, no other pair of eight more.
+    assert (record.decision.selected, record.decision.reason) == (Configuration(2, 6), Reason.FORECAST)
+    state, _ = settle(state, effects, 106.0)
+    assert state.table.configuration == Configuration(2, 6)
+    assert state.running is None
+
+
+def test_the_least_loaded_worker_is_the_one_that_changes_its_role() -> None:
+    state = running(prorsa())
+    prefill = [id_ for id_ in state.table.active() if state.table.rows[id_].role is Role.PREFILL]
+    loads = {id_: 5.0 + i for i, id_ in enumerate(prefill)} | {prefill[2]: 1.0}
+    state, effects = step(state, load(0.8, 1.4), loads)
+    stage = next(effect for effect in effects if isinstance(effect, ApplyStage))
+    assert dict(stage.switch) == {prefill[2]: Role.DECODE}
+    assert prefill[2] not in state.table.active(), "it leaves routing before anything else happens"
+
+
+def test_one_plan_at_a_time_and_the_next_forecast_finds_it_done() -> None:
+    state, effects = step(running(prorsa()), load(0.5, 2.0))
+    state, none = step(state, load(3.0, 0.5, 110.0))
+    assert none == ()
+    state, _ = settle(state, effects, 112.0)
+    state, effects = step(state, load(3.0, 0.5, 120.0))
+    assert settle(state, effects, 121.0)[0].table.configuration == Configuration(6, 2)
+
+
+def test_a_switch_that_does_not_pay_is_not_made() -> None:
+    state, effects = step(running(prorsa(persistence_s=1.0)), load(0.8, 1.2))
+    assert effects == ()
+    assert state.table.configuration == Configuration(4, 4)
+
+
+def test_what_a_reclaim_left_of_the_ratio_stands_until_the_next_forecast() -> None:
+    state, effects = step(running(prorsa(persistence_s=60.0)), load(0.5, 2.0))
+    state, _ = settle(state, effects, 106.0)
+    gone = [id_ for id_ in state.table.active() if state.table.rows[id_].role is Role.DECODE][:4]
+    gpus = frozenset(gpu for id_ in gone for gpu in state.table.rows[id_].gpus)
+    state, effects = step(state, events.GpusReclaimed(now_s=200.0, gpus=gpus, deadline_s=230.0))
+    state, _ = settle(state, effects, 201.0)
+    assert state.table.configuration == Configuration(2, 2)
+    state, effects = step(state, load(0.5, 2.0, 210.0))
+    assert settle(state, effects, 211.0)[0].table.configuration == Configuration(1, 3)
+
+
+def test_the_composition_colocates_where_disaggregation_does_not_pay_and_stays_there() -> None:
+    state = running(pearl_prorsa(), workload=SINGLE_TURN)
+    assert state.table.configuration.mode is Mode.COLOCATION
+    state, effects = step(state, load(2.0, 1.0))
+    assert effects == ()
+    # Prorsa alone has no such choice.
+    assert running(prorsa(), workload=SINGLE_TURN).table.configuration.mode is Mode.DISAGGREGATION
+
+
+def test_the_composition_takes_mode_and_budget_from_pearl() -> None:
+    for workers in (1, 2, 5, 8, 13):
+        chosen = pearl_prorsa().decide(workload=WORKLOAD, platform=PLATFORM, budget_workers=workers)
+        assert chosen.selected == pearl().decide(workload=WORKLOAD, platform=PLATFORM, budget_workers=workers).selected
+    assert pearl_prorsa().borrows
+    assert not prorsa().borrows
+
+
+def test_other_policies_do_not_answer_forecasts() -> None:
+    state = running(prorsa())
+    state = replace(state, settings=replace(state.settings, policy=pearl()))
+    assert step(state, load(0.5, 2.0))[1] == ()
+
+
+def test_a_person_who_pinned_the_configuration_is_not_overruled() -> None:
+    state, effects = step(running(prorsa()), events.ConfigurationPinned(now_s=50.0, configuration=Configuration(3, 5)))
+    state, _ = settle(state, effects, 51.0)
+    assert state.table.configuration == Configuration(3, 5)
+    assert step(state, load(0.5, 2.0))[1] == ()
+
+
+def test_without_a_known_kv_capacity_a_forecast_says_nothing() -> None:
+    state = running(prorsa())
+    assert step(replace(state, platform=replace(PLATFORM, kv_capacity_bytes=0.0)), load(0.5, 2.0))[1] == ()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([prorsa(), pearl_prorsa()]),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.floats(0.0, 9.0), st.floats(0.0, 9.0)), min_size=1, max_size=4),
+)
+def test_whatever_is_forecast_everybody_serves_and_roles_are_paired(
+    policy: InStepPolicy, workers: int, demands: list[tuple[float, float]]
+) -> None:
+    state = running(policy, workers)
+    for i, (prefill, decode) in enumerate(demands):
+        before = state.table.configuration
+        state, effects = step(state, load(prefill, decode, 100.0 + 10 * i))
+        assert state.table.active_roles[0] * state.table.active_roles[1] or not any(state.table.active_roles[:2])
+        assert not [e for e in effects if isinstance(e, PrepareGroup) and e.kind is GroupKind.BORROW]
+        state, _ = settle(state, effects, 101.0 + 10 * i)
+        assert state.table.configuration.workers == workers
+        assert state.table.configuration.mode is before.mode
+        assert {WorkerId(w) for w in state.table.active()} == set(state.table.active())
+
+
+def test_forecasts_are_refused_where_they_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="prefill_tokens = nan"):
+        step(running(prorsa()), load(float("nan"), 1.0))
