@@ -17,7 +17,7 @@ from pearl_executor.runtimes.local.processes import ForkServer  # noqa: E402
 from pearl_rl.training.batch import TrainBatch  # noqa: E402
 from pearl_rl.training.build import build_in_child  # noqa: E402
 from pearl_rl.training.checkpoint import CheckpointError  # noqa: E402
-from pearl_rl.training.options import LossOptions, OptimizerOptions, TrainerOptions  # noqa: E402
+from pearl_rl.training.options import LossOptions, OptimizerOptions, RefActor, TrainerOptions  # noqa: E402
 from pearl_rl.training.process import PRELOAD, LocalTrainer, TrainerLimits  # noqa: E402
 from pearl_rl.training.rank_group import TrainerError, TrainerLostError  # noqa: E402
 from pearl_rl.training.tiny_model import TinyShape  # noqa: E402
@@ -332,3 +332,32 @@ def _lives(pid):
     except ProcessLookupError:
         return False
     return True
+
+
+def test_reference_and_actor_give_the_same_gradients_wherever_the_reference_works(loop, trainer, tmp_path):
+    """TideRL section 5.1, two actors and a reference rank: in between, before all under one swap, and streamed."""
+    # With epsilon as large as the rate, a first step of AdamW moves a weight by its gradient (up to |g| / 1e4 of it).
+    options = TrainerOptions(
+        loss=LossOptions(truncation=2.0, kl_coefficient=0.3, entropy_coefficient=0.01),
+        optimizer=OptimizerOptions(learning_rate=1e4, epsilon=1e4, max_gradient_norm=1e6),
+        micro_batch_tokens=60,
+        reference_rank=True,
+    )
+    ranks = trainer("ref-actor", ranks=3, options=options)
+    loop.run(ranks.start())
+    # After a first update the actor differs from the reference, and the KL term has a gradient.
+    loop.run(ranks.update(batch(1)))
+    loop.run(ranks.save_checkpoint(tmp_path / "first"))
+    moved = {}
+    for mode in RefActor:
+        loop.run(ranks.load_checkpoint(tmp_path / "first"))
+        before = weights(ranks.newest.uri)
+        ranks.ref_actor = mode
+        update = loop.run(ranks.update(batch(2)))
+        assert update.metrics.kl > 1e-4
+        moved[mode] = {name: before[name] - after for name, after in weights(update.snapshot_path).items()}
+        loop.run(ranks.release())
+        loop.run(ranks.resume())
+    plain = moved.pop(RefActor.INLINE)
+    assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-2
+    assert max(difference(plain, gradients) for gradients in moved.values()) < 1e-6

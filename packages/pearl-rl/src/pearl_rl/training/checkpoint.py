@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -57,27 +58,34 @@ class TrainerState:
         return state
 
 
-def save_shards(folder: Path, tensors: "Mapping[str, Tensor]", rng: "Tensor", rank: int) -> None:
-    """Write this rank's shards and generator state. Collective: all ranks call it with the same names."""
+def save_shards(
+    folder: Path, tensors: "Mapping[str, Tensor]", rng: "Tensor", rank: int, group: "ProcessGroup | None" = None
+) -> None:
+    """Write this rank's shards and generator state. Collective: all ranks of `group` call it with the same names."""
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    save(dict(tensors), storage_writer=writer)
+    save(dict(tensors), storage_writer=writer, process_group=group)
     (folder / "rng").mkdir(exist_ok=True)
     save_file({"cpu": rng}, folder / "rng" / f"rank{rank:05d}.safetensors")
 
 
-def load_shards(folder: Path, tensors: "Mapping[str, Tensor]", rank: int) -> "Tensor | None":
-    """Fill `tensors` in place. Collective. Returns this rank's generator state, None where fewer ranks wrote it."""
+def load_shards(
+    folder: Path, tensors: "Mapping[str, Tensor]", rank: int, group: "ProcessGroup | None" = None
+) -> "Tensor | None":
+    """Fill `tensors` in place. Collective over `group`.
+
+    Returns this rank's generator state, None where fewer ranks wrote it.
+    """
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state: dict[str, Any] = dict(tensors)
-    load(state, storage_reader=HuggingFaceStorageReader(path=str(folder)))
+    load(state, storage_reader=HuggingFaceStorageReader(path=str(folder)), process_group=group)
     file = folder / "rng" / f"rank{rank:05d}.safetensors"
     if not file.is_file():
         return None

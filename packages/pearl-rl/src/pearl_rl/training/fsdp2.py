@@ -4,8 +4,9 @@ All ranks call the same methods in the same order; each method is a collective. 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,17 @@ from pearl_executor.ports import MemoryReport
 from pearl_rl.training.checkpoint import CheckpointError, load_shards, save_shards
 from pearl_rl.training.device_memory import ParkedTensors, device_bytes
 from pearl_rl.training.grpo import TokenScores, grpo_loss, score_tokens
-from pearl_rl.training.options import ComputeDtype, OptimizerOptions, TrainerOptions
+from pearl_rl.training.options import ComputeDtype, OptimizerOptions, RefActor, TrainerOptions
+from pearl_rl.training.ref_actor import (
+    AggregatedReference,
+    InlineReference,
+    NoReference,
+    ParkingSwap,
+    ReferenceRank,
+    ReferenceSource,
+    StreamedReference,
+    reference_score,
+)
 from pearl_rl.training.shards import MicroTensors
 
 _SUMS = ("tokens", "entropy_sum", "kl_sum", "drift_sum", "importance_sum", "limited")
@@ -61,6 +72,7 @@ class FsdpTrainer:
         if options.loss.kl_coefficient > 0:
             self._reference = _sharded(model_path, options, mesh, self._device).requires_grad_(False)
         self._optimizer = _adamw(self._names.values(), options.optimizer)
+        self._swap = ParkingSwap(self._reference_tensors, self._actor_tensors, self._settle, spill)
 
     @property
     def parameters(self) -> int:
@@ -69,8 +81,12 @@ class FsdpTrainer:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, steps: Sequence[Sequence[MicroTensors]]) -> dict[str, float]:
+    def update(
+        self, steps: Sequence[Sequence[MicroTensors]], references: ReferenceSource | None = None
+    ) -> dict[str, float]:
         """Train on this rank's share: for each epoch and optimizer step, its micro-batches (as many on every rank).
+
+        `references` gives the reference's log-probabilities; None: this rank's own reference, in between.
 
         Returns sums over this rank's share, for the control plane to add up over ranks (`tokens`, `entropy_sum`, …,
         `loss`), and what is equal on all ranks (`gradient_norm`, `learning_rate`, `optimizer_steps`, `skipped_steps`).
@@ -79,10 +95,12 @@ class FsdpTrainer:
         self._require_memory("update")
         totals = dict.fromkeys(("loss", "padding", *_SUMS), 0.0)
         norm, rate, skipped = 0.0, self.options.optimizer.learning_rate_at(self.optimizer_steps), 0
+        source = self.references(RefActor.INLINE) if references is None else references
         for _ in range(self.options.epochs):
             for micros in steps:
-                for micro in micros:
-                    self._accumulate(micro, totals)
+                source.open(micros)
+                for number, micro in enumerate(micros):
+                    self._accumulate(micro, totals, partial(source.logprobs, number))
                 rate = self.options.optimizer.learning_rate_at(self.optimizer_steps)
                 norm = self._optimizer_step(rate)
                 skipped += not math.isfinite(norm)
@@ -96,18 +114,32 @@ class FsdpTrainer:
             "skipped_steps": float(skipped),
         }
 
-    def _accumulate(self, micro: MicroTensors, totals: dict[str, float]) -> None:
+    def references(self, mode: RefActor) -> ReferenceSource:
+        """Where this rank's reference log-probabilities come from in `mode`; nowhere without a KL term."""
+        reference = self._reference
+        if reference is None:
+            return NoReference()
+        if mode is RefActor.DECOUPLED:
+            # The rank after the actors' is the reference's.
+            return StreamedReference(self._mesh.size())
+        score = reference_score(reference, self.options.loss.temperature)
+        if mode is RefActor.INLINE:
+            self._swap.restore()
+            return InlineReference(score)
+        return AggregatedReference(score, self._swap)
+
+    def _settle(self) -> None:
+        for model in self._models():
+            _reshard(model)
+
+    def _accumulate(
+        self, micro: MicroTensors, totals: dict[str, float], reference: Callable[[], Tensor | None]
+    ) -> None:
         loss = self.options.loss
         mask = micro.mask[:, 1:]
-        terms = grpo_loss(
-            self._scores(self._model, micro.tokens, loss.entropy_coefficient > 0),
-            micro.logprobs[:, 1:],
-            micro.advantages,
-            mask,
-            micro.weights,
-            loss,
-            self._reference_logprobs(micro.tokens),
-        )
+        scores = self._scores(self._model, micro.tokens, loss.entropy_coefficient > 0)
+        # The reference is asked for only now: the loss belongs to the backward (TideRL section 5.1).
+        terms = grpo_loss(scores, micro.logprobs[:, 1:], micro.advantages, mask, micro.weights, loss, reference())
         # FSDP averages gradients over ranks; the weights already divide by the whole mini-batch.
         torch.autograd.backward(terms.loss * self._mesh.size())
         totals["loss"] += float(terms.loss.detach())
@@ -119,12 +151,6 @@ class FsdpTrainer:
         # Rows are padded on the right and attention is causal: no real token sees padding, so no mask is needed.
         logits = model(input_ids=tokens, use_cache=False).logits
         return score_tokens(logits, tokens, self.options.loss.temperature, entropy_gradient)
-
-    def _reference_logprobs(self, tokens: Tensor) -> Tensor | None:
-        if self._reference is None:
-            return None
-        with torch.no_grad():
-            return self._scores(self._reference, tokens, entropy_gradient=False).logprobs
 
     def _optimizer_step(self, learning_rate: float) -> float:
         norm = nn.utils.clip_grad_norm_(self._names.values(), self.options.optimizer.max_gradient_norm)
@@ -163,7 +189,7 @@ class FsdpTrainer:
         """Write this rank's part of a checkpoint; it is complete once the control plane adds its state."""
         self._require_memory("save")
         _reshard(self._model)
-        save_shards(folder, self._state(), torch.get_rng_state(), self._mesh.get_rank())
+        save_shards(folder, self._state(), torch.get_rng_state(), self._mesh.get_rank(), self._mesh.get_group())
 
     def load(self, folder: Path, optimizer_steps: int, parameters: int) -> None:
         """Take the state of a checkpoint, written by any number of ranks. Raises `CheckpointError`."""
@@ -171,7 +197,7 @@ class FsdpTrainer:
         if parameters != self.parameters:
             raise CheckpointError(f"{folder} is of a model of {parameters} parameters, this one has {self.parameters}")
         _reshard(self._model)
-        generator = load_shards(folder, self._state(), self._mesh.get_rank())
+        generator = load_shards(folder, self._state(), self._mesh.get_rank(), self._mesh.get_group())
         if generator is not None:
             torch.set_rng_state(generator)
         self.optimizer_steps = optimizer_steps
@@ -213,12 +239,20 @@ class FsdpTrainer:
 
     def _held(self) -> Iterator[Tensor]:
         # Model first: it is what the next update needs first when memory comes back.
-        for model in self._models():
-            yield from model.parameters()
-            yield from model.buffers()
+        yield from self._actor_tensors()
+        yield from self._reference_tensors()
+
+    def _actor_tensors(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
         for moments in self._optimizer.state.values():
             yield moments["exp_avg"]
             yield moments["exp_avg_sq"]
+
+    def _reference_tensors(self) -> Iterator[Tensor]:
+        if self._reference is not None:
+            yield from self._reference.parameters()
+            yield from self._reference.buffers()
 
     def _models(self) -> list[nn.Module]:
         return [self._model] if self._reference is None else [self._model, self._reference]
@@ -244,13 +278,29 @@ def join_ranks(rank: int, ranks: int, rendezvous: Path, device: str, timeout_s: 
     return init_device_mesh(device, (ranks,))
 
 
-def _sharded(path: Path, options: TrainerOptions, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The model of a Hugging Face folder with float32 master weights, each decoder layer a unit of sharding."""
+def reference_rank(model_path: Path, options: TrainerOptions, spill: Path) -> ReferenceRank:
+    """The reference of decoupled mode: whole, on this rank's device."""
+    model = _loaded(model_path, _device(options.device)).requires_grad_(False)
+    model.to(_torch_dtype(options.dtype))
+    for tensor in (*model.parameters(), *model.buffers()):
+        # What was read from a file may share its mapping, which cannot be given away.
+        tensor.data = tensor.data.clone()
+    return ReferenceRank(model, options.loss.temperature, spill)
+
+
+def _loaded(path: Path, device: torch.device) -> nn.Module:
+    """The model of a Hugging Face folder with float32 weights."""
     if not (path / "config.json").is_file():
         raise TrainingStateError(f"no model at {path}: it has no config.json")
     config = AutoConfig.from_pretrained(path)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).to(device)
     model.train()
+    return model
+
+
+def _sharded(path: Path, options: TrainerOptions, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The model of a Hugging Face folder with float32 master weights, each decoder layer a unit of sharding."""
+    model = _loaded(path, device)
     policy = MixedPrecisionPolicy()
     if options.dtype is not ComputeDtype.FLOAT32:
         policy = MixedPrecisionPolicy(param_dtype=_torch_dtype(options.dtype), reduce_dtype=torch.float32)

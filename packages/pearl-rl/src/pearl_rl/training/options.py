@@ -91,6 +91,17 @@ class OptimizerOptions:
         return self.learning_rate * (optimizer_step + 1) / self.warmup_updates
 
 
+class RefActor(StrEnum):
+    """Where the reference of the KL term works (TideRL section 5.1)."""
+
+    INLINE = "inline"
+    """On the actor's rank, between its forward and its backward; both models stay on the device."""
+    COLOCATED = "colocated"
+    """On the actor's rank, for all micro-batches under one swap of the models."""
+    DECOUPLED = "decoupled"
+    """On a rank of its own, while the actors work."""
+
+
 class ComputeDtype(StrEnum):
     """Number format of forward, backward and published weights; master weights and AdamW state are float32."""
 
@@ -110,6 +121,10 @@ class TrainerOptions:
     """Passes over the batch."""
     micro_batch_tokens: int = 8192
     """Most padded tokens that one rank forwards at once; a longer sequence goes alone."""
+    ref_actor: RefActor = RefActor.INLINE
+    """Where the reference works; only with a KL term."""
+    reference_rank: bool = False
+    """Whether the last rank holds the reference alone; decoupled mode needs it."""
     dtype: ComputeDtype = ComputeDtype.FLOAT32
     device: str = "cpu"
     """`cpu` (gloo) or `cuda` (NCCL, one device a rank)."""
@@ -119,6 +134,10 @@ class TrainerOptions:
         _require("minibatches", self.minibatches, self.minibatches >= 1, "at least 1")
         _require("epochs", self.epochs, self.epochs >= 1, "at least 1")
         _require("micro_batch_tokens", self.micro_batch_tokens, self.micro_batch_tokens >= 1, "at least 1")
+        if self.ref_actor is RefActor.DECOUPLED and not self.reference_rank:
+            raise OptionError("ref_actor is 'decoupled'; it needs reference_rank = true")
+        if self.reference_rank and self.loss.kl_coefficient == 0:
+            raise OptionError("reference_rank is true; it needs a kl_coefficient above 0")
         if self.device not in ("cpu", "cuda"):
             raise OptionError(f"device is {self.device!r}; it must be 'cpu' or 'cuda'")
 
@@ -137,6 +156,8 @@ class TrainerOptions:
             loss["aggregation"] = Aggregation(loss["aggregation"])
         if "dtype" in rest:
             rest["dtype"] = ComputeDtype(rest["dtype"])
+        if "ref_actor" in rest:
+            rest["ref_actor"] = RefActor(rest["ref_actor"])
         optimizer = OptimizerOptions(**rest.pop("optimizer", {}))
         return TrainerOptions(loss=LossOptions(**loss), optimizer=optimizer, **rest)
 

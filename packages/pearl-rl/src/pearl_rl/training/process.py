@@ -15,7 +15,7 @@ from pearl_rl.training.checkpoint import TrainerState
 from pearl_rl.training.options import TrainerOptions
 from pearl_rl.training.rank_group import RankGroup, TrainerError, TrainerLostError, prepare_folder
 from pearl_rl.training.results import UpdateResult, combine_sums
-from pearl_rl.training.shards import encode_shard
+from pearl_rl.training.shards import encode_shard, join_shards
 
 PRELOAD: Final = ("pearl_rl.training.rank",)
 """What the fork server imports so that ranks are up in a moment."""
@@ -60,7 +60,11 @@ class LocalTrainer:
         """
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}; training needs at least 1")
+        if options.reference_rank and ranks < 2:
+            raise ValueError(f"ranks is {ranks}; a reference rank needs at least one more for the actor")
         self.options = options
+        self.ref_actor = options.ref_actor
+        """Where the reference works in the next update; may change between updates, within what the ranks hold."""
         self._model_path = model_path.absolute()
         self._folder = folder.absolute()
         self._update_s = update_s
@@ -110,10 +114,11 @@ class LocalTrainer:
         self._require_memory("update")
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        options, ranks = self.options, self._group.ranks
-        plan = plan_update(batch, ranks, options.minibatches, options.micro_batch_tokens, options.loss.aggregation)
-        shards = [encode_shard(batch, plan, rank) for rank in range(ranks)]
-        answers = await self._group.call_each("update", shards, self._limits.update_s)
+        options = self.options
+        actors = self._group.ranks - options.reference_rank
+        plan = plan_update(batch, actors, options.minibatches, options.micro_batch_tokens, options.loss.aggregation)
+        shards = [encode_shard(batch, plan, rank) for rank in range(actors)]
+        answers = await self._group.call_each("update", self._messages(shards), self._limits.update_s)
         snapshot = await self._publish(self._version + 1, self._limits.update_s)
         compute_s = loop.time() - began_s
         await asyncio.sleep(max(0.0, self._update_s - compute_s))
@@ -122,9 +127,16 @@ class LocalTrainer:
             snapshot_path=Path(snapshot.uri),
             snapshot_bytes=snapshot.bytes,
             checksum=snapshot.checksum,
-            metrics=combine_sums(batch, [answer.head["sums"] for answer in answers], options.epochs, compute_s),
+            metrics=combine_sums(
+                batch, [answer.head["sums"] for answer in answers[:actors]], options.epochs, compute_s
+            ),
             duration_s=loop.time() - began_s,
         )
+
+    def _messages(self, shards: list[tuple[dict[str, Any], bytes]]) -> list[tuple[dict[str, Any], bytes]]:
+        """Each actor's shard, and all of them for the reference's rank where there is one."""
+        messages = [*shards, join_shards(shards)] if self.options.reference_rank else shards
+        return [({**head, "ref_actor": str(self.ref_actor)}, body) for head, body in messages]
 
     async def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, generators and counters to the folder `path`, whole or not at all.

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pearl_executor.runtimes.local.frames import Frame, FrameSocket
-from pearl_rl.training.fsdp2 import FsdpTrainer, TrainingStateError, join_ranks
-from pearl_rl.training.options import TrainerOptions
-from pearl_rl.training.shards import decode_shard
+from pearl_rl.training.fsdp2 import FsdpTrainer, TrainingStateError, join_ranks, reference_rank
+from pearl_rl.training.options import RefActor, TrainerOptions
+from pearl_rl.training.ref_actor import ReferenceRank
+from pearl_rl.training.shards import decode_shard, split_shards
 from pearl_rl.training.tiny_model import Example, TinyShape, WarmUp, build_tiny_model
 
 Answer = dict[str, Any]
@@ -34,6 +36,7 @@ class Rank:
         self._options = TrainerOptions.from_json(arguments["options"])
         self._collective_timeout_s = float(arguments["collective_timeout_s"])
         self._trainer: FsdpTrainer | None = None
+        self._reference: ReferenceRank | None = None
         self.calls: dict[str, Callable[[Frame], Answer]] = {
             "start": self._start,
             "update": self._update,
@@ -47,33 +50,52 @@ class Rank:
     def _start(self, frame: Frame) -> Answer:
         mesh = join_ranks(self._rank, self._ranks, self._rendezvous, self._options.device, self._collective_timeout_s)
         spill = self._folder / f"parked-rank{self._rank:05d}"
+        if self._options.reference_rank:
+            # A collective of all ranks, the reference's included.
+            mesh = DeviceMesh(self._options.device, list(range(self._ranks - 1)))
+            if self._rank == self._ranks - 1:
+                self._reference = reference_rank(Path(frame.head["model_path"]), self._options, spill)
+                return {"parameters": self._reference.parameters}
         self._trainer = FsdpTrainer(Path(frame.head["model_path"]), self._options, mesh, spill)
         return {"parameters": self._trainer.parameters}
 
     def _update(self, frame: Frame) -> Answer:
-        return {"sums": self._held().update(decode_shard(frame.head, frame.body, self._options.device))}
+        device = self._options.device
+        if self._reference is not None:
+            shares = [decode_shard(head, body, device) for head, body in split_shards(frame.head, frame.body)]
+            decoupled = frame.head["ref_actor"] == RefActor.DECOUPLED
+            return {"scored": self._reference.serve(shares, self._options.epochs) if decoupled else 0}
+        trainer = self._held()
+        references = trainer.references(RefActor(frame.head["ref_actor"]))
+        return {"sums": trainer.update(decode_shard(frame.head, frame.body, device), references)}
 
     def _write_weights(self, frame: Frame) -> Answer:
+        if self._reference is not None:
+            return {}
         published = self._held().write_weights(Path(frame.head["folder"]))
         return {} if published is None else asdict(published)
 
     def _save(self, frame: Frame) -> Answer:
+        if self._reference is not None:
+            return {}
         trainer = self._held()
         trainer.save(Path(frame.head["folder"]))
         return {"optimizer_steps": trainer.optimizer_steps, "parameters": trainer.parameters}
 
     def _load(self, frame: Frame) -> Answer:
+        if self._reference is not None:
+            return {}
         head = frame.head
         self._held().load(Path(head["folder"]), int(head["optimizer_steps"]), int(head["parameters"]))
         return {}
 
     def _release(self, frame: Frame) -> Answer:
         del frame
-        return asdict(self._held().release())
+        return asdict((self._reference or self._held()).release())
 
     def _resume(self, frame: Frame) -> Answer:
         del frame
-        return asdict(self._held().resume())
+        return asdict((self._reference or self._held()).resume())
 
     def _held(self) -> FsdpTrainer:
         if self._trainer is None:

@@ -36,6 +36,21 @@ def encode_shard(batch: TrainBatch, plan: Sequence[MiniBatch], rank: int) -> tup
     return {"steps": steps}, body
 
 
+def join_shards(shards: Sequence[tuple[Mapping[str, Any], bytes]]) -> tuple[dict[str, Any], bytes]:
+    """All actors' shards as one message, for a rank that scores them all."""
+    return {"shards": [[dict(head), len(body)] for head, body in shards]}, b"".join(body for _, body in shards)
+
+
+def split_shards(head: Mapping[str, Any], body: bytes) -> list[tuple[Mapping[str, Any], bytes]]:
+    """Read what `join_shards` wrote."""
+    shards: list[tuple[Mapping[str, Any], bytes]] = []
+    at = 0
+    for own, length in head["shards"]:
+        shards.append((own, body[at : at + length]))
+        at += length
+    return shards
+
+
 @dataclass(frozen=True, slots=True)
 class MicroTensors:
     """B rows, right-padded to T. Where there are none: one row of two masked tokens, to run collectives on."""
