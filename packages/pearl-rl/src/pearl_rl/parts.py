@@ -13,7 +13,7 @@ from pearl_executor.runtimes.local.fleet import Timeouts
 from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing, ElasticSettings
 from pearl_planner.gate import ToggleCosts
-from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, static_pd
+from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, pinned, static_pd
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.preflight import trace_path
 from pearl_rl.rollout.agent import AgentLimits
@@ -21,6 +21,7 @@ from pearl_rl.rollout.pipeline_settings import PipelineSettings
 from pearl_rl.rollout.router import RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.settings import Settings
+from pearl_rl.settings.labels import parse_labels
 from pearl_rl.training.options import Aggregation, Baseline, LossOptions, OptimizerOptions, TrainerOptions
 from pearl_rl.training.process import TrainerLimits
 from pearl_state.configuration import Configuration
@@ -94,8 +95,8 @@ def policy(settings: Settings) -> Policy:
         return fixed(held)
     if planner.policy == "colocated_elastic":
         return colocated_elastic()
-    if planner.policy == "static_pd" and held is not None:
-        return static_pd(held)
+    if held is not None:
+        return static_pd(held) if planner.policy == "static_pd" else pinned(held)
     decide = DecideSettings(
         model=planner.model,
         ratio_threshold=planner.ratio_threshold,
@@ -134,10 +135,11 @@ def toggle_costs(settings: Settings) -> ToggleCosts:
     )
 
 
-def availability(settings: Settings) -> AvailabilitySource:
+def availability(settings: Settings, nodes: dict[int, str] | None = None) -> AvailabilitySource:
     """Reserved rollout GPUs for good, and preemptible ones as the settings say.
 
-    GPUs are numbered: training first, then reserved rollout, then preemptible ones.
+    GPUs are numbered: training first, then reserved rollout, then preemptible ones. `nodes` is filled with the node
+    that each GPU is on, where the source follows nodes.
     """
     cluster, source = settings.cluster, settings.availability
     first = cluster.training_gpus
@@ -151,6 +153,8 @@ def availability(settings: Settings) -> AvailabilitySource:
         pass
     elif source.source == "fixed":
         sources.append(FixedSource(preemptible, tenure=Tenure.PREEMPTIBLE))
+    elif source.source == "ray":
+        sources.append(_ray_nodes(settings, preemptible, {} if nodes is None else nodes))
     elif source.source == "control":
         sources.append(ControlFileSource(Path(source.control_file), gpus=preemptible, notice_s=source.notice_s))
     else:
@@ -171,6 +175,18 @@ def availability(settings: Settings) -> AvailabilitySource:
             )
         )
     return merge_sources(*sources)
+
+
+def _ray_nodes(settings: Settings, gpus: range, nodes: dict[int, str]) -> AvailabilitySource:
+    from pearl_executor.runtimes.ray.availability import RayNodeSource, look_at_cluster
+
+    labels, notice_s = parse_labels(settings.cluster.ray.preemptible_labels), settings.availability.notice_s
+    return RayNodeSource(
+        lambda: look_at_cluster(labels, notice_s),
+        gpus=gpus,
+        nodes=nodes,
+        gpus_per_worker=settings.cluster.gpus_per_worker,
+    )
 
 
 def pipeline_settings(settings: Settings) -> PipelineSettings:

@@ -52,7 +52,9 @@ async def open_processes(settings: Settings, log_folder: Path, preload: Sequence
             namespace="pearl",
             gpus=len(training) + len(reserved) + cluster.max_preemptible_gpus,
         ) as connection,
-        RayProcesses(connection, layout, start_s=cluster.ray.start_s) as actors,
+        RayProcesses(
+            connection, layout, start_s=cluster.ray.start_s, node_silence_s=cluster.ray.node_silence_s
+        ) as actors,
     ):
         yield Processes(actors, layout.nodes)
 

@@ -25,6 +25,7 @@ class RaySettings(Section):
 
     address: str = Field(description='cluster to connect to (host:port or "auto"); empty starts one on this machine')
     start_s: float = Field(gt=0, description="placing and starting one process on the cluster, seconds")
+    node_silence_s: float = Field(gt=0, description="a node that gives no sign of life for so long is lost, seconds")
     training_labels: str = Field(description="node labels for training GPUs, like pearl.zone=training; empty for any")
     reserved_labels: str = Field(description="node labels for reserved rollout GPUs; empty for any")
     preemptible_labels: str = Field(description="node labels for preemptible GPUs; empty for any")
@@ -48,8 +49,11 @@ class ClusterSettings(Section):
 class AvailabilitySettings(Section):
     """`[availability]`: when preemptible GPUs come and go."""
 
-    source: Literal["trace", "fixed", "control"] = Field(
-        description="replay a trace, keep max_preemptible_gpus all the time, or follow a person's control file"
+    source: Literal["trace", "fixed", "control", "ray"] = Field(
+        description=(
+            "replay a trace, keep max_preemptible_gpus all the time, follow a person's control file, or offer the "
+            "Ray nodes that carry cluster.ray.preemptible_labels as they join, drain and are lost"
+        )
     )
     trace: str = Field(description="trace to replay: a bundled name or a CSV file")
     segment: str = Field(description="segment of the trace; empty for the whole file")
@@ -85,14 +89,14 @@ class DeviceSettings(Section):
 class PlannerSettings(Section):
     """`[planner]`: how configurations are chosen."""
 
-    policy: Literal["pearl", "colocated_elastic", "static_pd", "fixed"] = Field(
+    policy: Literal["pearl", "colocated_elastic", "static_pd", "pinned", "fixed"] = Field(
         description=(
             "who chooses: the model (pearl), colocation only with preemptible GPUs, one ratio with preemptible GPUs, "
-            "or reserved GPUs only"
+            "a person's ratio with borrowing too (pinned), or reserved GPUs only"
         )
     )
     configuration: str = Field(
-        description="configuration, like 2P3D or 4C, that static_pd needs and fixed may have; empty otherwise"
+        description="configuration, like 2P3D or 4C, that static_pd and pinned need and fixed may have; empty otherwise"
     )
     model: Literal["extended", "printed"] = Field(
         description="makespan model that decides: eqs (1)-(3) as printed, or extended by what they lack"

@@ -209,6 +209,39 @@ def _ray(settings: Settings) -> Iterator[Contradiction]:
             ("cluster.ray.address", "cluster.runtime"),
             'names a cluster that nobody uses; set cluster.runtime="ray" too, or leave it empty',
         )
+    if settings.availability.source == "ray" and (
+        settings.cluster.runtime != "ray" or not settings.cluster.ray.preemptible_labels
+    ):
+        yield Contradiction(
+            ("availability.source", "cluster.runtime", "cluster.ray.preemptible_labels"),
+            'follows the nodes of a Ray cluster; set cluster.runtime="ray", and cluster.ray.preemptible_labels to what '
+            'marks preemptible nodes, like "pearl.zone=elastic"',
+        )
+
+
+def _sglang(settings: Settings) -> Iterator[Contradiction]:
+    engine = settings.engine
+    if engine.kind != "sglang":
+        return
+    if not engine.sglang.interpreter:
+        yield Contradiction(
+            ("engine.sglang.interpreter", "engine.kind"),
+            'engine.kind="sglang" needs a Python that has SGLang: use engine.sglang.interpreter=["/path/to/python"]',
+        )
+    if settings.device.paced:
+        yield Contradiction(
+            ("device.paced", "engine.kind"),
+            'engine.kind="sglang" runs at the speed of its device and cannot be paced; use device.paced=false',
+        )
+    if settings.cluster.runtime != "local":
+        yield Contradiction(
+            ("cluster.runtime", "engine.kind"),
+            f'engine.kind="sglang" starts servers on this machine, not on "{settings.cluster.runtime}"; '
+            'use cluster.runtime="local"',
+        )
+    for entry in engine.sglang.env:
+        if "=" not in entry:
+            yield Contradiction(("engine.sglang.env",), f'"{entry}" is no variable; write it as NAME=VALUE')
 
 
 _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
@@ -222,5 +255,6 @@ _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
     _policy,
     _thresholds,
     _sampling,
+    _sglang,
     _ray,
 )

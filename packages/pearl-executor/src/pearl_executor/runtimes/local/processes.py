@@ -48,7 +48,7 @@ class ChildProcess:
     def how_it_ended(self) -> str:
         """One line on how the process ended, with the last line of its log where it failed by itself."""
         if not self.exited.done():
-            return "it hung up"
+            return self.cause or "it hung up"
         if self.cause:
             return self.cause
         code = self.exited.result()

@@ -131,10 +131,13 @@ def remove_folder(run: str) -> None:
 
 
 class NodeWarden:
-    """Ends processes of its node for certain.
+    """Stands for its node: answers the heartbeat, and ends processes for certain.
 
     Ray calls an actor dead as soon as it asked for its end; a process that is stopped or stuck may live on.
     """
+
+    def beat(self) -> None:
+        """Say that the node is there: an answer is all."""
 
     def end(self, pid: int, started: str, limit_s: float) -> bool:
         """SIGKILL for the process, unless it is gone. Returns whether it is gone within `limit_s`, in seconds."""

@@ -43,10 +43,13 @@ class _Living:
 class RayProcesses:
     """Starts and ends children on a cluster. Use as an async context manager, inside the cluster's.
 
-    `start_s` bounds a start: placement, the actor's process, and the imports of its target.
+    `start_s` bounds a start: placement, and the actor's process. A node that gives no sign of life for
+    `node_silence_s` seconds takes its children along.
     """
 
-    def __init__(self, cluster: RayCluster, layout: Layout, *, start_s: float = 180.0) -> None:
+    def __init__(
+        self, cluster: RayCluster, layout: Layout, *, start_s: float = 180.0, node_silence_s: float = 8.0
+    ) -> None:
         self.run = secrets.token_hex(4)
         """Names this run's actors and its folder on each node."""
         self.peer_key = secrets.token_hex(16)
@@ -56,7 +59,7 @@ class RayProcesses:
         self._bundles = Bundles(layout, timeout_s=start_s)
         self._listener: Listener | None = None
         self._living: dict[str, _Living] = {}
-        self._wardens = Wardens(self.run)
+        self._wardens = Wardens(self.run, node_silence_s, self._node_lost)
 
     async def __aenter__(self) -> Self:
         self._listener = Listener(self._cluster.host)
@@ -194,6 +197,13 @@ class RayProcesses:
             entry.child.cause = entry.child.cause or _reason(error)
             if not entry.child.exited.done():
                 entry.child.exited.set_result(-signal.SIGKILL)
+
+    def _node_lost(self, node: str, cause: str) -> None:
+        """Hang up on the children of a node that is silent: whoever talks to them learns of it now."""
+        for entry in list(self._living.values()):
+            if entry.where is not None and entry.where.node == node:
+                entry.child.cause = entry.child.cause or cause
+                entry.child.channel.close()
 
     async def kill(self, child: ChildProcess) -> None:
         """End a child for certain; returns when its node confirms it, or Ray that the node is gone.
