@@ -75,6 +75,7 @@ def integration(session: nox.Session) -> None:
         "pytest",
         "integration",
         "--ignore=integration/examples",
+        "--ignore=integration/browser",
         "-m",
         "not gpu and not ray and not job",
         *session.posargs,
@@ -87,6 +88,20 @@ def examples(session: nox.Session) -> None:
     """Every example and every command that the documents show."""
     sync(session)
     session.run("pytest", "integration/examples", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Report and dashboard in headless Chromium: Debian's, installed where we are root."""
+    if not any(shutil.which(name) for name in ("chromium", "chromium-browser")) and not os.environ.get("PEARL_CHROMIUM"):
+        if os.geteuid() != 0 or not shutil.which("apt-get"):
+            session.error("no chromium here; `sudo apt-get install chromium`, or set PEARL_CHROMIUM to a browser")
+        quiet = ("-qq", "-o=Dpkg::Use-Pty=0")
+        session.run_install("apt-get", "update", *quiet, external=True)
+        packages = ("chromium", "fonts-dejavu-core")
+        session.run_install("apt-get", "install", "-y", "--no-install-recommends", *quiet, *packages, external=True)
+    sync(session, "--package", "pearl-rl", "--no-default-groups", "--group", "browser")
+    session.run("pytest", "integration/browser", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

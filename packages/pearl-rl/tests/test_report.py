@@ -23,6 +23,8 @@ from pearl_rl.simulation.scenario import load_scenario
 
 SMALL = ("rollout.batch=16", "rollout.group_size=4", "run.steps=3", "workload.max_turns=3")
 HOSTILE = '"><script>alert(1)</script><img src=//x.test/a>\u2028'
+SHOWN = [chart for chart in CHARTS if chart.key != "reward"]
+"""What a simulation has something for: it learns nothing."""
 VOID = {"meta", "link", "input", "img", "br"}
 
 
@@ -163,7 +165,7 @@ def test_the_page_is_well_formed_and_loads_nothing(run):
     assert page.loads == []
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|EventSource", text)
     assert "default-src 'none'" in text.replace("&#x27;", "'")
-    assert page.tags.count("section") >= len(CHARTS)
+    assert page.tags.count("section") >= len(SHOWN)
 
 
 def test_the_tiles_carry_the_values_of_the_run(run):
@@ -210,7 +212,7 @@ def test_script_data_cannot_leave_its_element(text):
 
 
 def test_every_chart_is_drawn_at_both_widths(run):
-    for chart in CHARTS:
+    for chart in SHOWN:
         for width in (346, 1080):
             plot = chart.draw(run, width)
             assert plot is not None, chart.key
@@ -233,7 +235,7 @@ def test_several_runs_are_compared_with_the_first(run):
 
 def test_plots_stand_alone(run):
     names = {name for name, text in standalone_plots(run) if text.startswith("<svg") and "--ink" in text}
-    assert names == {chart.key for chart in CHARTS}
+    assert names == {chart.key for chart in SHOWN}
 
 
 def test_the_histogram_counts_every_trajectory(run):
@@ -279,7 +281,7 @@ def test_the_command_writes_the_page_and_the_plots(folder, tmp_path):
     result = CliRunner().invoke(app, ["report", str(folder), "-o", str(out), "--plots", str(tmp_path / "plots")])
     assert result.exit_code == 0
     assert out.read_text().startswith("<!doctype html>")
-    assert len(list((tmp_path / "plots").glob("*.svg"))) == len(CHARTS)
+    assert len(list((tmp_path / "plots").glob("*.svg"))) == len(SHOWN)
 
 
 @pytest.mark.parametrize("make", [lambda path: path / "none", lambda path: path])

@@ -167,8 +167,8 @@ def _steps_axis(run: RunRecord) -> tuple[float, float]:
 
 
 def reward(run: RunRecord, width: int) -> Plot | None:
-    """Mean reward of each step with a moving mean of ten."""
-    if not run.steps:
+    """Mean reward of each step with a moving mean of ten; a simulation learns nothing."""
+    if not run.steps or run.simulated:
         return None
     points = [(step["step"], step["reward_mean"]) for step in run.steps]
     values = [value for _, value in points]

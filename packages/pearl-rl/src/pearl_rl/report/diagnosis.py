@@ -59,7 +59,7 @@ def _integrity(run: RunRecord) -> Iterator[Finding]:
         resumed = f" {run.interrupted} requests were interrupted and resumed elsewhere." if run.interrupted else ""
         yield Finding(
             Level.GOOD,
-            f"GPUs were taken away {reclaims} times; no trajectory was lost and none was served by stale weights."
+            f"GPUs were taken away {_times(reclaims)}; no trajectory was lost and none was served by stale weights."
             + resumed,
         )
 
@@ -132,7 +132,7 @@ def _borrowing(run: RunRecord) -> Iterator[Finding]:
         return
     lent = [gate for gate in compared if gate.open]
     waited = fmean([step["wait_grant_s"] for step in run.steps]) if run.steps else 0.0
-    text = f"Lending training GPUs was weighed {len(compared)} times and done {len(lent)} times."
+    text = f"Lending training GPUs was weighed {_times(len(compared))} and done {_times(len(lent))}."
     if lent:
         gain = sum(gate.benefit_s - gate.toggle_s for gate in lent)
         text += f" By prediction it gained {seconds_signed(gain)} net."
@@ -154,7 +154,9 @@ def _switching(run: RunRecord) -> Iterator[Finding]:
         return
     gained = fmean([max(0.0, decision["gain_s"]) for decision in switches])
     yield Finding(
-        Level.NOTE, f"{len(switches)} changes of mode or ratio, predicted to save {seconds(gained)} a batch each."
+        Level.NOTE,
+        f"Workers changed their roles {_times(len(switches))} for a better mode or ratio, predicted to save "
+        f"{seconds(gained)} a batch each.",
     )
 
 
@@ -178,6 +180,10 @@ def _budget(run: RunRecord) -> Iterator[Finding]:
     yield Finding(
         Level.NOTE, f"Rollout had {number(mean)} GPUs on average, {min(counts)} at least and {max(counts)} at most."
     )
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 _RULES: Sequence[Callable[[RunRecord], Iterator[Finding]]] = (

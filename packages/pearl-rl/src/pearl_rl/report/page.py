@@ -66,7 +66,7 @@ def body(run: RunRecord) -> str:
             _tiles(run),
             _diagnosis(run),
             '<div class="readout" aria-live="polite" hidden></div>',
-            *(_chart(run, chart) for chart in CHARTS),
+            *(_chart(run, chart) for chart in CHARTS if not (run.simulated and chart.key == "reward")),
             _histogram(run),
             _latency_table(run),
             _decisions(run),
