@@ -75,6 +75,7 @@ def integration(session: nox.Session) -> None:
         "pytest",
         "integration",
         "--ignore=integration/examples",
+        "--ignore=integration/dst",
         "--ignore=integration/browser",
         "-m",
         "not gpu and not ray and not job",
@@ -109,6 +110,15 @@ def job(session: nox.Session) -> None:
     """The default job in full: it must learn, and lose nothing."""
     sync(session)
     session.run("pytest", "integration/test_default_job.py", "-s", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def dst(session: nox.Session) -> None:
+    """Random faults on the whole control plane in virtual time; longer with `-- --scripts N --seed S`."""
+    sync(session)
+    session.run("pytest", "integration/dst", env=ONE_THREAD)
+    scripts = session.posargs or ("--scripts", "2000")
+    session.run("python", "-m", "dst.explore", *scripts, env={**ONE_THREAD, "PYTHONPATH": "integration"})
 
 
 @nox.session

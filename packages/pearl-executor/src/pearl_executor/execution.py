@@ -68,6 +68,12 @@ class ElasticExecutor:
         self._toggle = ToggleManager(self._workers, self._weights, training, calls)
         self._groups: dict[PlanId, asyncio.Task[None]] = {}
 
+    def close(self) -> None:
+        """The run ends, and its runtime with all processes: effects under way still end, but do not wait for kills
+        that are never confirmed.
+        """
+        self._workers.closing = True
+
     async def run(self, effect: Effect, post: Post) -> None:
         """Carry `effect` out and post its answers. Effects that name no worker are for others and do nothing here.
 

@@ -31,7 +31,8 @@ class ToggleManager:
         self._training = training
         self._calls = calls
         self._residency = Residency.RESIDENT
-        self._released_bytes = 0
+        self._resident_bytes = 0
+        """What training held before its last release; until then it never resumes."""
         self._failed_resumes = 0
 
     # ---- rollout workers --------------------------------------------------------------------------------------------
@@ -109,9 +110,8 @@ class ToggleManager:
 
         The caller repeats a failed resume; each repetition waits a little longer before it tries.
         """
-        limits = self._workers.limits
         if self._failed_resumes:
-            await asyncio.sleep(min(limits.retry_s * 2.0 ** (self._failed_resumes - 1), limits.retry_max_s))
+            await asyncio.sleep(self._pause_s())
         cause = await self._resume_training()
         return TrainingResumed(now_s=_now_s(), failed=cause)
 
@@ -130,7 +130,7 @@ class ToggleManager:
             released, required = _given(report), self._workers.required_bytes(report.before_bytes)
             if released < required:
                 raise WorkerError(f"training released {released} bytes of device memory, expected {required}")
-            self._released_bytes = released
+            self._resident_bytes = report.before_bytes
             self._residency = Residency.RELEASED
 
         try:
@@ -138,10 +138,24 @@ class ToggleManager:
         except CallError as error:
             if self._residency is Residency.RESIDENT:
                 return str(error)
-            # What was given back already must be training's again before anybody says that training holds its GPUs.
-            undone = await self._resume_training()
-            return str(error) if undone is None else f"{error}; and then {undone}"
+            return await self._take_back(str(error))
         return None
+
+    async def _take_back(self, cause: str) -> str:
+        """Undo a release that failed half-way. Returns the cause, with the last of what went wrong since.
+
+        Nobody may be told that training holds its GPUs before it does: it is tried until it is so, ever more rarely.
+        """
+        while (undone := await self._resume_training()) is not None:
+            if self._workers.closing:
+                return f"{cause}; and then {undone}"
+            await asyncio.sleep(self._pause_s())
+        return cause
+
+    def _pause_s(self) -> float:
+        """How long to wait after so many failed resumes, seconds."""
+        limits = self._workers.limits
+        return min(limits.retry_s * 2.0 ** min(self._failed_resumes - 1, 30), limits.retry_max_s)
 
     async def _resume_training(self) -> str | None:
         training = self._training
@@ -151,9 +165,10 @@ class ToggleManager:
         async def resume() -> None:
             before, self._residency = self._residency, Residency.IN_DOUBT
             report = await self._training_call(training.resume(), before)
-            taken, required = -_given(report), self._workers.required_bytes(self._released_bytes)
-            if taken < required:
-                raise WorkerError(f"training took {taken} bytes of device memory, expected {required}")
+            # What it holds counts, not what it took: a try before this one may have been done without an answer.
+            held, required = report.after_bytes, self._workers.required_bytes(self._resident_bytes)
+            if held < required:
+                raise WorkerError(f"training holds {held} bytes of device memory, expected {required}")
             self._residency = Residency.RESIDENT
 
         try:

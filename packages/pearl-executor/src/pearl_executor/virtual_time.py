@@ -78,6 +78,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop began."""
         return self._now_s
 
+    def jump(self, by_s: float) -> None:
+        """Let the clock jump, as when a machine was suspended: all that was due meanwhile is due at once."""
+        self._now_s += by_s
+
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:

@@ -39,6 +39,8 @@ class BoundedWorkers:
         self._port = port
         self._calls = calls
         self._retained_fraction = retained_fraction
+        self.closing = False
+        """The run ends: no kill is tried more than once more, since the runtime ends all processes itself."""
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -72,13 +74,15 @@ class BoundedWorkers:
         """Kill again and again, ever more rarely, until the port confirms it. Never raises `CallError`.
 
         GPUs of a process that may still live must not be given to anybody, so there is nothing else to go on with.
-        Each try is an `Action` that says why the one before failed.
+        Each try is an `Action` that says why the one before failed. Only the end of the run ends it unconfirmed.
         """
         pause_s = self.limits.retry_s
         while True:
             try:
                 await self.kill(worker)
             except CallError:
+                if self.closing:
+                    return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2.0 * pause_s, self.limits.retry_max_s)
             else:

@@ -241,7 +241,7 @@ class _Run:
             toggle_costs=parts.toggle_costs(settings),
         )
         self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time, self._router.loads)
-        executor = ElasticExecutor(
+        executor = self._executor = ElasticExecutor(
             runtime, self._trainer, self._weights, parts.limits(settings), on_action=self._on_action
         )
         self._scheduler = ElasticScheduler(
@@ -304,6 +304,7 @@ class _Run:
         finally:
             for task in (pipeline, tasks[1], tasks[2]):
                 task.cancel()
+            self._executor.close()
             self._scheduler.stop()
             await asyncio.gather(pipeline, *tasks, return_exceptions=True)
             await self._router.aclose()

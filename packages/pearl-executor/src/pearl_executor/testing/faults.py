@@ -84,6 +84,15 @@ class FaultScript:
         """Have the next call that matches all given criteria fail, once: its number, its method, its worker."""
         self._rules.append(_Rule(fault, call, method, None if worker is None else WorkerId(worker)))
 
+    def slow(self, method: str, factor: float) -> None:
+        """Have calls of a method take `factor` times as long as they do by default, from now on."""
+        self._delays_s[method] = factor * DEFAULT_DELAYS_S[method]
+
+    def clear(self) -> None:
+        """Forget all faults that did not happen yet, and have calls take as long as they do by default."""
+        self._rules.clear()
+        self._delays_s = dict(DEFAULT_DELAYS_S)
+
     def methods(self, worker: int | None = None) -> list[str]:
         """The methods called so far, in order; those on `worker` where given."""
         return [call.method for call in self.calls if worker is None or call.worker == worker]

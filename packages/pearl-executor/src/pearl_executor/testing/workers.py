@@ -12,6 +12,7 @@ from pearl_executor.ports import (
     MemoryReport,
     OnChunk,
     TokenChunk,
+    TransferError,
     WeightSnapshot,
     WorkerError,
     WorkerLostError,
@@ -55,6 +56,8 @@ class FakeProcess:
     loading: bool = False
     running: dict[str, _Request] = field(default_factory=dict)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    frozen: "asyncio.Future[None] | None" = None
+    """Set while the process is stopped: done once it runs on, or is gone."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
 
@@ -86,6 +89,8 @@ class FakeWorkers:
         self.ledger = GpuLedger() if ledger is None else ledger
         self.processes: dict[WorkerId, FakeProcess] = {}
         self.violations: list[str] = []
+        self.transfer_failures = 0
+        """How many of the next KV hand-overs fail."""
         self.leak_bytes: dict[int, int] = {}
         """Worker → how much of each GPU its release keeps, against its contract."""
         self._bytes = bytes_per_gpu
@@ -109,6 +114,21 @@ class FakeWorkers:
         process = self.processes.get(WorkerId(worker))
         if process is not None:
             self._end(process)
+
+    def freeze(self, worker: int) -> None:
+        """Let the process of a slot stand still, as SIGSTOP does: until `thaw` it answers and generates nothing.
+
+        A kill still ends it.
+        """
+        process = self.processes.get(WorkerId(worker))
+        if process is not None and process.frozen is None:
+            process.frozen = asyncio.get_running_loop().create_future()
+
+    def thaw(self, worker: int) -> None:
+        """Let a frozen process run on."""
+        process = self.processes.get(WorkerId(worker))
+        if process is not None:
+            _melt(process)
 
     # ---- WorkerPort -------------------------------------------------------------------------------------------------
 
@@ -252,6 +272,9 @@ class FakeWorkers:
         finish = await self._hold(first, request.rid, prefill_s)
         if finish is Finish.INTERRUPTED:
             return GenerateResult(finish=finish, tokens=(), logprobs=(), spans=(), prefill_s=prefill_s)
+        if self.transfer_failures:
+            self.transfer_failures -= 1
+            raise TransferError(f"injected failure of a hand-over from {first.owner} to {second.owner}")
         return await self._decode(second, request, on_chunk, delay_s=0.0, prefill_s=prefill_s)
 
     async def abort(self, worker: Worker, rid: str) -> None:
@@ -302,6 +325,9 @@ class FakeWorkers:
         process.idle.clear()
         try:
             done, _ = await asyncio.wait({request.ended}, timeout=duration_s)
+            while process.frozen is not None:
+                await asyncio.wait({process.frozen})
+                done = {request.ended} if request.ended.done() else set()
             return request.ended.result() if done else None
         finally:
             if not request.ended.cancel():
@@ -324,6 +350,10 @@ class FakeWorkers:
 
         if must_live:
             self._alive(worker)
+        if method != "kill" and self._is_alive(worker):
+            process = self.processes[worker.id]
+            while process.frozen is not None:
+                await asyncio.wait({process.frozen})
         return await self.script.perform(method, worker.id, do, lose)
 
     def _is_alive(self, worker: Worker) -> bool:
@@ -353,6 +383,7 @@ class FakeWorkers:
         if self.processes.get(process.worker) is process:
             del self.processes[process.worker]
         self.ledger.give(process.gpus, process.owner)
+        _melt(process)
         for request in process.running.values():
             if not request.ended.done():
                 request.ended.set_exception(WorkerLostError(f"{process.owner} is gone", process.worker))
@@ -365,6 +396,12 @@ class FakeWorkers:
 
 def _nothing(process: FakeProcess) -> None:
     """An answer is all that is asked for."""
+
+
+def _melt(process: FakeProcess) -> None:
+    if process.frozen is not None:
+        frozen, process.frozen = process.frozen, None
+        frozen.set_result(None)
 
 
 def _finish(request: _Request, finish: Finish) -> None:

@@ -1,0 +1,95 @@
+"""What must hold of a run after every event, and at its end. Each failure is one line with the rule's name."""
+
+from collections import Counter
+
+from pearl_executor.testing.workers import next_token
+from pearl_planner.elastic import ElasticState
+from pearl_rl.rollout.buffer import BufferCounts
+from pearl_state.lifecycle import HOLDS_GPU, Lifecycle
+from pearl_state.roles import Role, Zone
+from pearl_state.table import WorkerTable
+from pearl_state.trajectory import Trajectory
+
+
+class BrokenInvariantError(AssertionError):
+    """An invariant of the design does not hold."""
+
+
+def require(holds: bool, rule: str, detail: str) -> None:
+    if not holds:
+        raise BrokenInvariantError(f"{rule}: {detail}")
+
+
+def check_table(before: WorkerTable, after: WorkerTable) -> None:
+    """The table's own rules, computed from its rows alone, and what may change from one event to the next."""
+    holder: dict = {}
+    serving: Counter = Counter()
+    for id_, row in after.rows.items():
+        if row.lifecycle in HOLDS_GPU:
+            for gpu in row.gpus:
+                require(gpu not in holder, "one_owner_per_gpu", f"GPU {gpu} is {holder.get(gpu)}'s and {id_}'s")
+                holder[gpu] = id_
+        if row.lifecycle is Lifecycle.ACTIVE and row.role is not Role.TRAINING:
+            serving[row.role] += 1
+            version = row.weight_version
+            require(
+                version is not None and after.floor_version <= version <= after.target_version,
+                "no_stale_serving",
+                f"worker {id_} serves version {version}, floor {after.floor_version}, target {after.target_version}",
+            )
+        old = before.rows.get(id_)
+        if old is not None and old.gpus != row.gpus:
+            require(old.incarnation <= row.incarnation, "incarnation_grows", f"slot {id_} was bound anew")
+        if old is not None:
+            require(row.incarnation >= old.incarnation, "incarnation_grows", f"slot {id_}")
+            require(
+                (old.role is Role.TRAINING) is (row.role is Role.TRAINING), "fixed_binding", f"slot {id_} changed kind"
+            )
+    require(bool(serving[Role.PREFILL]) is bool(serving[Role.DECODE]), "paired_roles", f"{dict(serving)}")
+    require(after.target_version >= before.target_version, "monotonic_versions", "the target went back")
+    require(after.floor_version >= before.floor_version, "monotonic_versions", "the floor went back")
+    require(after.version >= before.version, "serialized", "the table went back")
+
+
+def check_state(state: ElasticState) -> None:
+    """Who may train, and that nobody is named by two activities at once."""
+    if state.training_running:
+        lent = [
+            row.id
+            for row in state.table.rows.values()
+            if row.zone is Zone.OVERLAP and row.role is not Role.TRAINING and row.holds_gpu
+        ]
+        require(not lent, "training_alone", f"training runs while {lent} hold its GPUs")
+    busy = Counter(id_ for group in state.groups.values() for id_ in group.workers)
+    busy.update(id_ for ids in state.removals.values() for id_ in ids)
+    twice = [id_ for id_, count in busy.items() if count > 1]
+    require(not twice, "one_activity", f"{twice} are named by two preparations or removals")
+
+
+def check_counts(counts: BufferCounts) -> None:
+    """Every dispatched sample is accounted for."""
+    require(counts.lost == 0, "nothing_lost", f"{counts.lost} samples are unaccounted for: {counts}")
+    for name in ("in_flight", "buffered", "used", "rejected", "failed", "dropped", "cancelled"):
+        require(getattr(counts, name) >= 0, "nothing_lost", f"{name} = {getattr(counts, name)}")
+
+
+def check_tokens(trajectory: Trajectory, turns: int, new_tokens: int) -> None:
+    """The fake engines continue any prefix in one way only: each response must be that, token for token."""
+    require(len(trajectory.turns) == turns, "whole_trajectory", f"{trajectory.id} has {len(trajectory.turns)} turns")
+    context: list[int] = []
+    version = -1
+    for number, turn in enumerate(trajectory.turns):
+        context += turn.prompt
+        expected = []
+        for _ in range(new_tokens):
+            expected.append(next_token(context[-1], len(context)))
+            context.append(expected[-1])
+        require(
+            list(turn.response) == expected,
+            "no_token_twice",
+            f"{trajectory.id} turn {number}: {list(turn.response)}, must be {expected}",
+        )
+        require(len(turn.logprobs) == len(turn.response), "whole_trajectory", f"{trajectory.id}: log-probabilities")
+        for span in turn.spans:
+            require(span.version >= version, "monotonic_versions", f"{trajectory.id}: spans {turn.spans}")
+            version = span.version

@@ -1,0 +1,480 @@
+"""A whole run in virtual time: real scheduler, planner, executors, router, pipeline; fake processes, provider, games.
+
+`Machine` is what outlives the control plane: processes, GPU memory, training state. `play` runs a script on it.
+"""
+
+import asyncio
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dst.invariants import check_counts, check_state, check_table, check_tokens, require
+from dst.script import Op, Script
+from pearl_executor.execution import ElasticExecutor
+from pearl_executor.limits import Limits
+from pearl_executor.ports import GenerateRequest, GenerateResult, OnChunk, WorkerError
+from pearl_executor.testing import FakeTraining, FakeWeights, FakeWorkers, Fault, FaultScript
+from pearl_executor.virtual_time import run_virtual
+from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
+from pearl_planner.policies import pearl
+from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.encoding import encode_event, json_line
+from pearl_rl.rollout.agent import AgentLimits, TextAgent
+from pearl_rl.rollout.environments.protocol import EnvironmentFailure, StepResult, Task, observe
+from pearl_rl.rollout.pipeline import PipelineScheduler
+from pearl_rl.rollout.pipeline_settings import PipelineOutcome, PipelineSettings
+from pearl_rl.rollout.router import Router, RouterLimits
+from pearl_rl.rollout.serving import ServingLimits
+from pearl_rl.rollout.testing import FakeTrainer
+from pearl_rl.rollout.training_gate import TrainingGate
+from pearl_state.configuration import Configuration
+from pearl_state.effects import Effect
+from pearl_state.events import ConfigurationPinned, Event, GpusOffered, GpusReclaimed, WorkerFailed, WorkersCordoned
+from pearl_state.lifecycle import Lifecycle
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.roles import Role, Tenure
+from pearl_state.worker import GpuId, Worker, WorkerId
+
+TURNS, NEW_TOKENS = 2, 4
+GROUPS, GROUP_SIZE = 2, 2
+FRESH = (GpuId(90), GpuId(91))
+"""Healthy GPUs that come once the script is over: from then on the run must be able to end."""
+MOST_S = 100_000.0
+LIMITS = Limits().scaled(0.2)
+
+WORKLOAD = WorkloadProfile(batch=4, turns=TURNS, new_prompt_tokens=6, response_tokens=NEW_TOKENS)
+PLATFORM = PlatformProfile(
+    decode_fixed_s=0.03,
+    decode_per_sequence_s=0.002,
+    prefill_per_token_s=0.01,
+    kv_bytes_per_token=1024,
+    transfer_bytes_per_s=1e8,
+    overhead_per_turn_s=0.05,
+)
+
+
+class Words:
+    """A tokenizer of as many tokens as there are words."""
+
+    stop_token_ids = ()
+
+    def prompt(self, observation, *, previous):
+        return [1 + len(word) for word in observation.text.split()]
+
+    def decode(self, tokens):
+        return " ".join(str(token) for token in tokens)
+
+
+class Games:
+    """Games that fail, hang or dawdle as often as the script says, from then on."""
+
+    size = None
+
+    def __init__(self) -> None:
+        self.faults: deque[str] = deque()
+
+    def task(self, index):
+        return Task(id=f"q{index}", seed=index, payload={})
+
+    def environment(self) -> "Game":
+        return Game(self.faults)
+
+
+class Game:
+    def __init__(self, faults: deque[str]) -> None:
+        self._faults = faults
+        self._turn = 0
+
+    async def reset(self, task):
+        self._name = task.id
+        await self._act(0.1)
+        return observe(f"the first question of {task.id}")
+
+    async def step(self, action):
+        self._turn += 1
+        await self._act(0.3)
+        return StepResult(observe(f"another question {self._turn}"), 1.0, self._turn >= TURNS, {})
+
+    async def close(self):
+        pass
+
+    async def _act(self, seconds: float) -> None:
+        fault = self._faults.popleft() if self._faults else ""
+        if fault == "fail":
+            raise EnvironmentFailure("the script says so")
+        await asyncio.sleep({"hang": 1e6, "slow": 12.0}.get(fault, seconds))
+
+
+class Trainer(FakeTrainer):
+    """Must hold its GPUs alone while it updates, and gets each sample once."""
+
+    def __init__(self, machine: "Machine") -> None:
+        super().__init__(version=machine.version, update_s=2.0)
+        self._machine = machine
+
+    async def update(self, trajectories):
+        machine = self._machine
+        self._alone()
+        fault = machine.trainer_faults.popleft() if machine.trainer_faults else ""
+        if fault == "fail":
+            raise WorkerError("a training rank died")
+        for trajectory in trajectories:
+            check_tokens(trajectory, TURNS, NEW_TOKENS)
+            seen = machine.trained.get(trajectory.id)
+            require(seen is None, "trained_once", f"{trajectory.id} was trained on in version {seen} already")
+        if fault == "slow":
+            await asyncio.sleep(40.0)
+        result = await super().update(trajectories)
+        self._alone()
+        machine.trained.update(dict.fromkeys((t.id for t in trajectories), result.version))
+        machine.version = result.version
+        return result
+
+    def _alone(self) -> None:
+        machine = self._machine
+        require(machine.training.resident, "training_alone", "training runs without all of its memory")
+        owners = machine.workers.ledger.owners()
+        for gpu in machine.training.gpus:
+            require(owners.get(gpu) == ("training",), "training_alone", f"GPU {gpu} is held by {owners.get(gpu)}")
+
+
+class Tracker:
+    def observe_turns(self, samples):
+        pass
+
+    def finish_step(self, **_):
+        pass
+
+
+class Machine:
+    """What is there whatever becomes of the control plane."""
+
+    def __init__(self) -> None:
+        self.script = FaultScript()
+        self.workers = FakeWorkers(script=self.script)
+        self.training = FakeTraining(frozenset({GpuId(0), GpuId(1)}), script=self.script, ledger=self.workers.ledger)
+        self.weights = FakeWeights()
+        self.games = Games()
+        self.trainer_faults: deque[str] = deque()
+        self.version = 0
+        self.trained: dict[str, int] = {}
+        self.held: dict[GpuId, Tenure] = {}
+        """GPUs that the provider lets us use."""
+
+    def rows_on(self, table, gpu: GpuId) -> list[Worker]:
+        return [r for r in table.rows.values() if gpu in r.gpus and r.holds_gpu and r.role is not Role.TRAINING]
+
+    def kill_on(self, gpus: frozenset[GpuId]) -> list[WorkerId]:
+        """The provider takes GPUs away: whatever runs there is gone."""
+        dead = [id_ for id_, process in self.workers.processes.items() if process.gpus & gpus]
+        for id_ in dead:
+            self.workers.crash(id_)
+        return dead
+
+    def heal(self) -> None:
+        """No more faults from here on; what is broken or stands still stays so."""
+        self.script.clear()
+        self.workers.leak_bytes.clear()
+        self.training.leak_bytes = 0
+        self.workers.transfer_failures = 0
+        self.games.faults.clear()
+        self.trainer_faults.clear()
+
+
+class Answers:
+    """The executor; its answers come twice or late when the script says so."""
+
+    def __init__(self, executor: ElasticExecutor) -> None:
+        self._executor = executor
+        self.repeat: deque[float] = deque()
+        self.delay: deque[float] = deque()
+
+    async def run(self, effect: Effect, post) -> None:
+        loop = asyncio.get_running_loop()
+
+        def unreliable(event: Event) -> None:
+            if self.delay:
+                loop.call_later(self.delay.popleft(), post, event)
+            else:
+                post(event)
+            if self.repeat:
+                loop.call_later(self.repeat.popleft(), post, event)
+
+        await self._executor.run(effect, unreliable)
+
+
+class Calls:
+    """The generation port; a request may only reach a worker that the table in force calls active."""
+
+    def __init__(self, workers: FakeWorkers) -> None:
+        self._workers = workers
+        self.table = lambda: None
+
+    def _check(self, worker: Worker) -> None:
+        row = self.table().rows.get(worker.id)
+        require(
+            row is not None and row.lifecycle is Lifecycle.ACTIVE and row.incarnation == worker.incarnation,
+            "only_active_serves",
+            f"a request goes to worker {worker.id}.{worker.incarnation}, which is {row and row.lifecycle}",
+        )
+
+    async def generate(self, worker: Worker, request: GenerateRequest, on_chunk: OnChunk) -> GenerateResult:
+        self._check(worker)
+        return await self._workers.generate(worker, request, on_chunk)
+
+    async def generate_pair(self, prefill: Worker, decode: Worker, request: GenerateRequest, on_chunk: OnChunk):
+        self._check(prefill)
+        self._check(decode)
+        return await self._workers.generate_pair(prefill, decode, request, on_chunk)
+
+    async def abort(self, worker: Worker, rid: str) -> None:
+        await self._workers.abort(worker, rid)
+
+
+@dataclass
+class Report:
+    """What came of a script."""
+
+    outcome: PipelineOutcome | None = None
+    events: int = 0
+    digest: str = ""
+    """Of all events in order: the same script gives the same one."""
+    ended_s: float = 0.0
+    seen: set[str] = field(default_factory=set)
+
+
+class Life:
+    """One control plane on a machine, from its start to its end."""
+
+    def __init__(self, machine: Machine, script: Script) -> None:
+        self.machine = machine
+        self.script = script
+        self.events = 0
+        self.seen: set[str] = set()
+        self._digest = hashlib.sha256()
+        self.gate = TrainingGate()
+        calls = Calls(machine.workers)
+        limits = RouterLimits(serving=ServingLimits(), no_worker_s=2000.0, stall_s=30.0, abort_s=2.0)
+        self.router = Router(calls, limits, on_fault=self.fault)
+        calls.table = lambda: self.router.table
+        self.executor = ElasticExecutor(machine.workers, machine.training, machine.weights, LIMITS)
+        self.answers = Answers(self.executor)
+        state = initial_state(
+            settings=ElasticSettings(
+                policy=pearl(),
+                borrowing=Borrowing(script.borrowing),
+                gpus_per_worker=script.gpus_per_worker,
+                return_s=20.0,
+                max_restarts=script.max_restarts,
+            ),
+            workload=WORKLOAD,
+            platform=PLATFORM,
+            training_gpus=2,
+            weight_version=machine.version,
+        )
+        self.before = replace(state, calibrated=True)
+        self.scheduler = ElasticScheduler(
+            self.before,
+            executor=self.answers,
+            routing=self.router,
+            training=self.gate,
+            returned=self.returned,
+            on_step=self.check,
+        )
+        self.pipeline = PipelineScheduler(
+            PipelineSettings(
+                steps=script.steps,
+                groups_per_step=GROUPS,
+                group_size=GROUP_SIZE,
+                max_staleness=script.staleness,
+                grant_s=2000.0,
+                batch_s=20_000.0,
+                update_s=500.0,
+                max_refills_per_group=200,
+            ),
+            router=self.router,
+            agent=TextAgent(
+                machine.games.environment,
+                Words(),
+                AgentLimits(turns=TURNS, new_tokens=NEW_TOKENS, context_tokens=500, environment_s=20.0),
+            ),
+            tasks=machine.games,
+            trainer=Trainer(machine),
+            publish=lambda snapshot: machine.weights.publish(snapshot.version),
+            gate=self.gate,
+            post=self.scheduler.post,
+            tracker=Tracker(),
+        )
+
+    # ---- what the control plane tells ------------------------------------------------------------------------------
+
+    def fault(self, worker: Worker, cause: str) -> None:
+        self.scheduler.post(WorkerFailed(now_s=now(), worker=worker.id, incarnation=worker.incarnation, cause=cause))
+
+    def returned(self, gpus: frozenset[GpuId]) -> None:
+        owners = self.machine.workers.ledger.owners()
+        held = {gpu: owners[gpu] for gpu in gpus if gpu in owners}
+        require(not held, "returned_empty", f"GPUs are given back while held: {held}")
+
+    def check(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:
+        """After every event."""
+        self.events += 1
+        self.seen.add(type(event).__name__)
+        self.seen.update(type(effect).__name__ for effect in effects)
+        self._digest.update(json_line(encode_event(event)).encode())
+        check_table(self.before.table, state.table)
+        check_state(state)
+        check_counts(self.pipeline.counts)
+        require(not self.machine.workers.violations, "no_misuse", "; ".join(self.machine.workers.violations))
+        ledger = self.machine.workers.ledger
+        require(not ledger.violations, "one_owner_per_gpu", "; ".join(ledger.violations))
+        require(self.router.statistics.stale_served == 0, "no_stale_serving", "a stale token was served")
+        self.before = state
+
+    # ---- the script -------------------------------------------------------------------------------------------------
+
+    async def run(self, ops: deque[Op]) -> PipelineOutcome:
+        """Live until the pipeline has made its steps. Whatever fails first ends it."""
+        control = asyncio.create_task(self.scheduler.run(), name="control")
+        happenings = asyncio.create_task(self.play(ops), name="script")
+        pipeline = asyncio.create_task(self.pipeline.run(), name="pipeline")
+        try:
+            async with asyncio.timeout(MOST_S):
+                await asyncio.wait({control, pipeline}, return_when=asyncio.FIRST_COMPLETED)
+                if control.done():
+                    control.result()
+                return await pipeline
+        finally:
+            happenings.cancel()
+            pipeline.cancel()
+            self.executor.close()
+            self.scheduler.stop()
+            ended = await asyncio.gather(control, happenings, pipeline, return_exceptions=True)
+            await self.router.aclose()
+            for error in ended[:2]:
+                if isinstance(error, Exception):
+                    raise error
+
+    async def play(self, ops: deque[Op]) -> None:
+        self.offer((2, 3), Tenure.RESERVED)
+        while ops:
+            op = ops.popleft()
+            await asyncio.sleep(op.wait_s)
+            getattr(self, f"op_{op.name}")(*op.args)
+        self.machine.heal()
+        self.offer(FRESH, Tenure.RESERVED)
+
+    def offer(self, gpus, tenure=Tenure.PREEMPTIBLE) -> None:
+        ids = frozenset(map(GpuId, gpus))
+        self.machine.held.update(dict.fromkeys(ids, tenure))
+        self.scheduler.post(GpusOffered(now_s=now(), gpus=ids, tenure=tenure))
+
+    def op_offer(self, gpus) -> None:
+        self.offer(gpus)
+
+    def op_reclaim(self, gpus, notice_s) -> None:
+        ids = frozenset(map(GpuId, gpus))
+        self.scheduler.post(GpusReclaimed(now_s=now(), gpus=ids, deadline_s=now() + notice_s))
+        for gpu in ids:
+            self.machine.held.pop(gpu, None)
+
+    def op_vanish(self, gpus) -> None:
+        ids = frozenset(map(GpuId, gpus))
+        self.machine.kill_on(ids)
+        self.scheduler.post(GpusReclaimed(now_s=now(), gpus=ids, deadline_s=now() - 1.0))
+        for gpu in ids:
+            self.machine.held.pop(gpu, None)
+
+    def op_crash(self, gpu, noticed) -> None:
+        for row in self.machine.rows_on(self.scheduler.state.table, GpuId(gpu)):
+            self.machine.workers.crash(row.id)
+            if noticed:
+                self.fault(row, "the process ended")
+
+    def op_freeze(self, gpu) -> None:
+        for row in self.machine.rows_on(self.scheduler.state.table, GpuId(gpu)):
+            self.machine.workers.freeze(row.id)
+
+    def op_thaw(self) -> None:
+        for id_ in list(self.machine.workers.processes):
+            self.machine.workers.thaw(id_)
+
+    def op_fault(self, method, fault) -> None:
+        if method.startswith("training.") and fault == "lose":
+            fault = "fail"
+        self.machine.script.inject(Fault(fault), method=method)
+
+    def op_slow(self, method, factor) -> None:
+        self.machine.script.slow(method, factor)
+
+    def op_leak(self, worker, on) -> None:
+        self.machine.workers.leak_bytes[worker] = 40_000_000_000 if on else 0
+
+    def op_leak_training(self, on) -> None:
+        self.machine.training.leak_bytes = 40_000_000_000 if on else 0
+
+    def op_repeat_answers(self, count, after_s) -> None:
+        self.answers.repeat.extend([after_s] * count)
+
+    def op_delay_answers(self, count, by_s) -> None:
+        self.answers.delay.extend([by_s] * count)
+
+    def op_transfer_failures(self, count) -> None:
+        self.machine.workers.transfer_failures = count
+
+    def op_environment(self, fault, count) -> None:
+        self.machine.games.faults.extend([fault] * count)
+
+    def op_trainer(self, fault) -> None:
+        if fault == "slow":
+            self.machine.trainer_faults.append(fault)
+
+    def op_jump(self, by_s) -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.jump(by_s)
+
+    def op_cordon(self, worker, cordoned) -> None:
+        workers = frozenset({WorkerId(worker)})
+        self.scheduler.post(WorkersCordoned(now_s=now(), workers=workers, cordoned=cordoned))
+
+    def op_pin(self, text) -> None:
+        pinned = Configuration.parse(text) if text else None
+        self.scheduler.post(ConfigurationPinned(now_s=now(), configuration=pinned))
+
+    def op_kill(self, _write, _torn) -> None:
+        pass
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _play(script: Script) -> Report:
+    machine = Machine()
+    life = Life(machine, script)
+    outcome = await life.run(deque(script.ops))
+    check_end(machine, life, script, outcome)
+    return Report(outcome=outcome, events=life.events, digest=life.digest, ended_s=now(), seen=life.seen)
+
+
+def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOutcome) -> None:
+    """What must hold once the run is over."""
+    wanted = script.steps * GROUPS * GROUP_SIZE
+    require(outcome.steps == script.steps, "all_steps", f"{outcome.steps} of {script.steps}")
+    require(outcome.counts.used == wanted, "all_steps", f"{outcome.counts.used} samples of {wanted}")
+    require(len(machine.trained) == wanted, "trained_once", f"{len(machine.trained)} samples of {wanted}")
+    require(outcome.version == script.steps, "all_steps", f"version {outcome.version} after {script.steps}")
+    check_counts(outcome.counts)
+    known = {(row.id, row.incarnation) for row in life.scheduler.state.table.rows.values()}
+    stray = [p.owner for p in machine.workers.processes.values() if (p.worker, p.incarnation) not in known]
+    require(not stray, "no_stray_process", f"{stray} belong to no row")
+
+
+def play(script: Script) -> Report:
+    """Run a script to its end. Raises what broke first: an invariant, a deadlock, or a bug's exception."""
+    return run_virtual(_play(script))
