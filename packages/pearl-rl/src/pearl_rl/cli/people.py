@@ -9,6 +9,7 @@ import typer
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(report)
+    app.command()(timeline)
 
 
 def report(
@@ -25,3 +26,19 @@ def report(
     from pearl_rl.cli.report import write_report
 
     raise typer.Exit(int(write_report(run_dirs, out=out, plots=plots)))
+
+
+def timeline(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder, of a run or a recorded simulation.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="JSON file; .gz compresses it.")] = Path("trace.json"),
+    detail: Annotated[str, typer.Option(help="control, requests (and who served each), or all (and trajectories).")] = (
+        "all"
+    ),
+) -> None:
+    """Write a run as a trace for ui.perfetto.dev or chrome://tracing.
+
+    Example: pearl-rl timeline runs/20260101-120000 -o trace.json.gz
+    """
+    from pearl_rl.cli.report import write_trace
+
+    raise typer.Exit(int(write_trace(run_dir, out, detail)))

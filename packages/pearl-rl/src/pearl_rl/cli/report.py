@@ -40,3 +40,18 @@ def write_text(path: Path, text: str) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CommandError(f"{path}: cannot be written ({reason}); choose another file") from None
+
+
+def write_trace(run_dir: Path, out: Path, detail: str) -> ExitCode:
+    """Write the trace of a run. Raises `CommandError`."""
+    from pearl_rl.report.timeline import Detail, write_timeline
+
+    if detail not in list(Detail):
+        raise CommandError(f"--detail {detail}: is none of {', '.join(Detail)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        count = write_timeline(run_dir, out, Detail(detail))
+    except OSError as error:
+        raise CommandError(f"{out}: cannot be written ({error.strerror}); choose another file") from None
+    print(f"wrote {out} ({count:,} events); open it at ui.perfetto.dev")
+    return ExitCode.OK
