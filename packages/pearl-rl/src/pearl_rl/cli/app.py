@@ -195,6 +195,24 @@ def doctor(as_json: AsJson = False) -> None:
     raise typer.Exit(int(examine(as_json=as_json)))
 
 
+@app.command("import")
+def import_(
+    framework: Annotated[str, typer.Argument(help="verl, slime, roll or areal.")],
+    file: Annotated[Path, typer.Argument(help="Its launch script (verl, slime) or YAML file.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: print.")] = None,
+    model_path: Annotated[str | None, typer.Option(help="Model folder on this machine.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn another framework's configuration into ours, and name each key without a counterpart.
+
+    Example: pearl-rl import verl run_dapo.sh -o job.toml --model-path models/qwen3-8b
+    """
+    from pearl_rl.cli.importing import run_import
+
+    code = run_import(framework, file, output=output, model_path=model_path, as_json=as_json)
+    raise typer.Exit(int(code))
+
+
 @config_app.command()
 def show(config: Config = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the resolved settings, each with its origin."""

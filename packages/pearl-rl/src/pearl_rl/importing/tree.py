@@ -1,0 +1,80 @@
+"""Configuration trees of other frameworks: flattened to dotted keys, references resolved."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from pearl_rl.errors import SettingsError
+
+Flat = dict[str, Any]
+"""Dotted key → value; lists of plain values stay lists."""
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_RANGE = re.compile(r"list\(range\((\d+)(?:\s*,\s*(\d+))?\)\)")
+_LARGEST_FILE: Final = 4 * 1024 * 1024
+_DEEPEST: Final = 30
+
+
+def read_text(path: Path) -> str:
+    """The file's text. Raises `SettingsError` for one that is missing, too large, or no text."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise SettingsError(f"{path}: is larger than {_LARGEST_FILE} bytes; a configuration is not")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path}: is not UTF-8 text") from None
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def read_yaml(text: str, path: Path) -> Flat:
+    """Flatten a YAML mapping. Raises `SettingsError` where it is none."""
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        raise SettingsError(f"{path}: is not valid YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(tree, dict):
+        raise SettingsError(f"{path}: holds no YAML mapping")
+    flat: Flat = {}
+    _flatten(tree, "", flat, 0)
+    return {key: resolve(flat, value) for key, value in flat.items()}
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str, flat: Flat, depth: int) -> None:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and depth < _DEEPEST:
+            _flatten(value, f"{name}.", flat, depth + 1)
+        else:
+            flat[name] = value
+
+
+def resolve(flat: Flat, value: Any, depth: int = 0) -> Any:
+    """Follow `${a.b}`; what refers to nothing known stays as it is."""
+    if not isinstance(value, str) or "${" not in value or depth > _DEEPEST:
+        return value
+    whole = _REFERENCE.fullmatch(value)
+    if whole:
+        return resolve(flat, flat[whole[1]], depth + 1) if whole[1] in flat else value
+    return _REFERENCE.sub(lambda m: str(resolve(flat, flat.get(m[1], m[0]), depth + 1)), value)
+
+
+def devices(value: Any) -> list[int] | None:
+    """GPU numbers of a device mapping: a list, or `list(range(a, b))` and sums of such; None for anything else."""
+    if isinstance(value, list) and all(type(item) is int for item in value):
+        return value
+    if not isinstance(value, str):
+        return None
+    numbers: list[int] = []
+    for part in value.split("+"):
+        found = _RANGE.fullmatch(part.strip())
+        if found is None:
+            return None
+        first, last = (0, int(found[1])) if found[2] is None else (int(found[1]), int(found[2]))
+        if last > 1_000_000:
+            return None
+        numbers += range(first, last)
+    return numbers

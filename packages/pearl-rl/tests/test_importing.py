@@ -1,0 +1,314 @@
+"""Configurations of other frameworks: what has a counterpart is taken over, the rest is named, and nothing is run.
+
+The texts here are written for these tests in the forms that the frameworks' own examples use.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from pearl_rl.cli.app import app
+from pearl_rl.cli.importing import read_configuration, to_toml
+from pearl_rl.errors import SettingsError
+from pearl_rl.importing import areal, roll, slime, verl
+from pearl_rl.importing.shell import UNKNOWN, command_arguments
+from pearl_rl.importing.tree import devices, read_yaml
+from pearl_rl.settings import load_settings
+
+VERL = """\
+#!/usr/bin/env bash
+set -xeuo pipefail
+NODES=${NODES:-2}   # of the trainer
+n_rollout=4
+gpus=8
+train=$((gpus - n_rollout))
+prompt=$((1024 * 2))
+length=$(( (prompt + 6144) * 1 ))
+extra=(
+  actor_rollout_ref.actor.clip_ratio_low=0.2   # asymmetric
+  actor_rollout_ref.actor.clip_ratio_high=0.28
+)
+python3 -X faulthandler -m verl.experimental.fully_async_policy.fully_async_main \\
+    --config-name='fully_async_ppo_trainer.yaml' \\
+    data.max_prompt_length=$prompt \\
+    data.max_response_length="$((length - prompt))" \\
+    actor_rollout_ref.model.path="${HOME}/models/big" \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    +actor_rollout_ref.rollout.engine_kwargs.sglang.disable_radix_cache=True \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.n=8 \\
+    trainer.nnodes="${NODES}" trainer.n_gpus_per_node=$train \\
+    rollout.nnodes=$NODES rollout.n_gpus_per_node=$n_rollout \\
+    async_training.staleness_threshold=0.5 \\
+    async_training.use_dynamic_resource_scheduling=True \\
+    async_training.trigger_parameter_sync_step=4 \\
+    trainer.logger='["console"]' \\
+    "${extra[@]}" $@
+"""
+
+SLIME = """\
+CKPT_ARGS=(
+   --hf-checkpoint /models/big
+)
+ROLLOUT_ARGS=(
+   --num-rollout 100
+   --rollout-batch-size 8   # prompts
+   --n-samples-per-prompt 8
+   --rollout-max-context-len ${CONTEXT:-96000}
+   --rollout-max-response-len 32768
+   --use-dynamic-batch-size
+   --max-tokens-per-gpu $((96000 / 8))
+)
+SGLANG_ARGS=( --rollout-num-gpus 16 --rollout-num-gpus-per-engine 2 --prefill-num-servers 3 )
+ray job submit --address="http://127.0.0.1:8265" -- python3 train_async.py \\
+   --actor-num-nodes 2 --actor-num-gpus-per-node 8 \\
+   "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${SGLANG_ARGS[@]}" --lr 1e-6 --update-weights-interval 1 2>&1 | tee log
+"""
+
+ROLL = """\
+pretrain: Org/Model
+max_steps: 200
+seed: 7
+limit: 64
+rollout_batch_size: 128
+sequence_length: 8192
+async_generation_ratio: 1
+actor_train:
+  training_args: {learning_rate: 1.0e-6, warmup_steps: 10}
+  device_mapping: list(range(0,4))
+actor_infer:
+  generating_args: {max_new_tokens: "${limit}", temperature: 0.99}
+  strategy_args: {strategy_config: {tensor_parallel_size: 2, gpu_memory_utilization: 0.8}}
+  device_mapping: list(range(0,8))
+train_env_manager: {group_size: 8, tags: [FrozenLake]}
+"""
+
+AREAL = """\
+allocation_mode: sglang:d2p1t2+d2p1t1c2
+seed: 1
+gconfig: {n_samples: 8, max_new_tokens: 1024, max_tokens: 32767}
+rollout: {max_head_offpolicyness: 2, consumer_batch_size: "${train_dataset.batch_size}"}
+actor: {path: Org/Model, eps_clip: 0.4, optimizer: {lr: 1.7e-5}, ppo_n_minibatches: 2}
+train_dataset: {batch_size: 32}
+"""
+
+CASES = {"verl": ("run.sh", VERL), "slime": ("run.sh", SLIME), "roll": ("job.yaml", ROLL), "areal": ("job.yaml", AREAL)}
+
+EXPECTED = {
+    "verl": {
+        "cluster.training_gpus": 8,
+        "cluster.reserved_rollout_gpus": 8,
+        "cluster.gpus_per_worker": 2,
+        "cluster.borrowing": "gated",
+        "train.group_size": 8,
+        "train.groups_per_step": 64,
+        "train.minibatches": 4,
+        "train.max_staleness_versions": 1,
+        "train.clip_high": 0.28,
+        "model.max_context_tokens": 8192,
+        "rollout.max_new_tokens": 6144,
+    },
+    "slime": {
+        "cluster.training_gpus": 16,
+        "cluster.reserved_rollout_gpus": 16,
+        "planner.policy": "static_pd",
+        "planner.configuration": "3P5D",
+        "model.max_context_tokens": 96000,
+        "train.micro_batch_tokens": 12000,
+        "rollout.batch_size": 64,
+        "train.learning_rate": 1e-6,
+        "run.steps": 100,
+    },
+    "roll": {
+        "cluster.training_gpus": 4,
+        "cluster.reserved_rollout_gpus": 4,
+        "cluster.gpus_per_worker": 2,
+        "cluster.borrowing": "gated",
+        "train.groups_per_step": 16,
+        "rollout.max_new_tokens": 64,
+        "train.max_staleness_versions": 1,
+        "train.warmup_updates": 10,
+    },
+    "areal": {
+        "cluster.training_gpus": 4,
+        "cluster.reserved_rollout_gpus": 4,
+        "cluster.gpus_per_worker": 2,
+        "cluster.borrowing": "off",
+        "train.max_staleness_versions": 2,
+        "train.minibatches": 2,
+        "rollout.batch_size": 256,
+    },
+}
+
+
+def given_file(folder: Path, framework: str) -> Path:
+    name, text = CASES[framework]
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("framework", CASES)
+def test_what_has_a_counterpart_is_taken_over(framework: str, tmp_path: Path) -> None:
+    found = read_configuration(framework, given_file(tmp_path, framework), None)
+    assert {key: found.settings.get(key) for key in EXPECTED[framework]} == EXPECTED[framework]
+
+
+@pytest.mark.parametrize("framework", CASES)
+def test_the_file_it_writes_is_a_valid_configuration_that_says_where_each_value_came_from(
+    framework: str, tmp_path: Path
+) -> None:
+    source, target = given_file(tmp_path, framework), tmp_path / "job.toml"
+    done = CliRunner().invoke(app, ["import", framework, str(source), "-o", str(target)])
+    assert done.exit_code == 0
+    resolved = load_settings(target)
+    assert resolved.settings.cluster.training_gpus == EXPECTED[framework]["cluster.training_gpus"]
+    for line in target.read_text().splitlines():
+        assert not line or line[0] in "#[" or "  # " in line
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([source.name, "job.toml"])
+
+
+@pytest.mark.parametrize("framework", CASES)
+def test_every_key_is_either_used_or_named_once(framework: str, tmp_path: Path) -> None:
+    path = given_file(tmp_path, framework)
+    done = CliRunner().invoke(app, ["import", framework, str(path), "--json"])
+    body = json.loads(done.stdout)
+    named = [line.split(": ")[0] for line in body["unsupported"]]
+    assert len(named) == len(set(named))
+    assert set(body["origins"]) == set(body["settings"])
+
+
+def test_a_setting_of_elasticity_without_counterpart_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.replace("async_training.staleness", "async_training.dynamic_schedule_deactivate_ratio=0.6 \\\n"
+                                 "    async_training.staleness"))  # fmt: skip
+    found = read_configuration("verl", path, None)
+    assert "async_training.dynamic_schedule_deactivate_ratio: PEARL decides by its own gate, eq. (7)" in (
+        found.unsupported
+    )
+
+
+def test_shared_gpus_get_one_worker_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SLIME.replace("--lr 1e-6", "--lr 1e-6 --colocate").replace("--prefill-num-servers 3", ""))
+    found = read_configuration("slime", path, None)
+    assert found.settings["cluster.borrowing"] == "gated"
+    assert found.settings["cluster.reserved_rollout_gpus"] == 2
+    assert any(line.startswith("(shared GPUs)") for line in found.unsupported)
+    load_settings(None, [f"{key}={json.dumps(value)}" for key, value in found.settings.items()])
+
+
+def test_disaggregation_of_verl_becomes_a_held_configuration() -> None:
+    flat = verl.overrides(
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.disaggregation.enabled=True "
+        "actor_rollout_ref.rollout.disaggregation.prefill_replicas=2 "
+        "actor_rollout_ref.rollout.disaggregation.decode_replicas=3"
+    )
+    found = verl.read(flat, None)
+    assert (found.settings["planner.policy"], found.settings["planner.configuration"]) == ("static_pd", "2P3D")
+
+
+def test_the_model_is_a_folder_that_exists_or_the_one_given(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = given_file(tmp_path, "roll")
+    assert "model.path" not in read_configuration("roll", path, None).settings
+    model = str(tmp_path / "model")
+    assert read_configuration("roll", path, model).settings["model.path"] == model
+    path.write_text(ROLL.replace("Org/Model", model))
+    assert read_configuration("roll", path, None).settings["model.path"] == model
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text", "says"),
+    [
+        ("verl", "run.sh", "echo hello\n", "holds no training command of verl"),
+        ("roll", "job.sh", ROLL, "configured by YAML"),
+        ("roll", "job.yaml", "a: [1", "not valid YAML"),
+        ("roll", "job.yaml", "- 1\n", "holds no YAML mapping"),
+        ("areal", "job.yaml", "gconfig: {temperature: -1}\n", "rollout.temperature"),
+        ("trl", "job.yaml", "a: 1\n", "unknown framework; known: verl, slime, roll, areal"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    framework: str, name: str, text: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    done = CliRunner().invoke(app, ["import", framework, str(tmp_path / name), "-o", str(tmp_path / "out.toml")])
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out.toml").exists()
+
+
+def test_a_missing_file_and_one_that_is_no_text_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_configuration("verl", tmp_path / "none.sh", None)
+    (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="not UTF-8"):
+        read_configuration("verl", tmp_path / "binary.sh", None)
+
+
+def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    words = command_arguments(
+        f"A=$(touch {witness})\npython train.py --x $A `touch {witness}` $((1+1))", re.compile("train")
+    )
+    assert words[:2] == ["--x", UNKNOWN]
+    assert words[-1] == "2"
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "gpus"),
+    [
+        ("list(range(0,3))", [0, 1, 2]),
+        ("list(range(2))", [0, 1]),
+        ("list(range(0,2)) + list(range(4,5))", [0, 1, 4]),
+        ([3, 4], [3, 4]),
+        ("__import__('os')", None),
+        (None, None),
+        ("list(range(0,99999999999))", None),
+    ],
+)
+def test_device_mappings_are_read_not_evaluated(value: object, gpus: list[int] | None) -> None:
+    assert devices(value) == gpus
+
+
+def test_references_are_followed_and_circles_end(tmp_path: Path) -> None:
+    flat = read_yaml("a: ${b}\nb: ${a}\nc: ${d.e}x\nd: {e: 5}\nf: ${d.e}\n", tmp_path)
+    assert flat["c"] == "5x"
+    assert flat["f"] == 5
+    assert "${" in flat["a"]
+
+
+_WORDS = st.sampled_from(
+    ["$", "${", "}", "$((", "))", "(", ")", "\\", "\n", '"', "'", "#", "A=", "A", "+", "1", " ", "X=("]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(_WORDS, max_size=30).map("".join))
+def test_any_script_is_read_without_an_error(text: str) -> None:
+    slime.flags(text + "\npython train.py --lr 1")
+    verl.overrides(text + "\npython -m verl.trainer.main_ppo a.b=1")
+
+
+_VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["rollout_batch_size", "pg_clip", "max_steps", "lr", "gconfig.n_samples"]), _VALUES)
+)
+def test_any_values_are_taken_or_named(values: dict[str, object]) -> None:
+    for read in (roll.read, areal.read, slime.read, verl.read):
+        found = read(dict(values), None)
+        assert all("\n" not in line for line in found.unsupported)
+        to_toml(found, Path("x"))
