@@ -131,3 +131,33 @@ def test_the_result_and_the_error_of_main_come_through() -> None:
     assert run_virtual(fine()) == 7
     with pytest.raises(KeyError):
         run_virtual(broken())
+
+
+def test_alarms_and_timers_of_one_moment_fire_in_the_order_in_which_they_were_set() -> None:
+    log: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_time.VirtualTimeLoop)
+        loop.alarm(2.0, lambda: log.append("alarm"))
+        loop.call_at(2.0, log.append, "timer")
+        void = loop.call_at(1.5, log.append, "cancelled")
+        loop.alarm(1.0, void.cancel)
+        loop.alarm(2.0, lambda: log.append("last"))
+        await asyncio.sleep(2.0)
+        assert now_s() == 2.0
+
+    run_virtual(main())
+    assert log == ["alarm", "timer", "last"]
+
+
+def test_many_cancelled_timers_are_thrown_away() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_time.VirtualTimeLoop)
+        for _ in range(10_000):
+            loop.call_later(1e6, print).cancel()
+        assert len(loop._timers) < 1000
+        await asyncio.sleep(1.0)
+
+    run_virtual(main())

@@ -69,7 +69,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now_s = 0.0
         self._spins = 0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, asyncio.TimerHandle | Callable[[], None]]] = []
         self._order = 0
         self._cancelled = 0
         super().__init__(_NoFiles())
@@ -91,26 +91,34 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         heappush(self._timers, (when, self._order, handle))
         return handle
 
+    def alarm(self, when: float, action: Callable[[], None]) -> None:
+        """Call `action` at `when`: a timer without handle or context, for those who set very many.
+
+        It cannot be cancelled; `action` must see for itself whether it still counts. What it raises ends the run.
+        """
+        self._order += 1
+        heappush(self._timers, (when, self._order, action))
+
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """What `TimerHandle.cancel` calls; one that has fired is in the heap no more, which is counted too high."""
         del handle
         self._cancelled += 1
         if self._cancelled > _MANY_CANCELLED and 2 * self._cancelled > len(self._timers):
             # In place: an iteration may be going through the heap.
-            self._timers[:] = [timer for timer in self._timers if not timer[2].cancelled()]
+            self._timers[:] = [timer for timer in self._timers if not _is_void(timer[2])]
             heapify(self._timers)
             self._cancelled = 0
 
     def _run_once(self) -> None:
         """One iteration, in the place of asyncio's: time jumps to the next timer where nothing is ready."""
-        ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
+        ready: deque[asyncio.Handle | Callable[[], None]] = self._ready  # type: ignore[attr-defined]
         timers = self._timers
         if ready or self._stopping:  # type: ignore[attr-defined]
             self._spins += 1
             if self._spins > LIVELOCK_ITERATIONS:
                 raise SimulationDeadlockError(f"time stands still at {self._now_s} s: {_describe_waiting()}")
         else:
-            while timers and timers[0][2].cancelled():
+            while timers and _is_void(timers[0][2]):
                 heappop(timers)
             if not timers:
                 raise SimulationDeadlockError(f"no task can run and no timer is armed: {_describe_waiting()}")
@@ -121,9 +129,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         while timers and timers[0][0] <= now_s:
             ready.append(heappop(timers)[2])
         for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()
+            due = ready.popleft()
+            if not isinstance(due, asyncio.Handle):
+                due()
+            elif not due.cancelled():
+                due._run()
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Call `func` here and now, taking no virtual time: a thread would make the run depend on the machine."""
@@ -143,6 +153,10 @@ def run_virtual(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T
     """
     with asyncio.Runner(debug=debug, loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+def _is_void(timer: asyncio.Handle | Callable[[], None]) -> bool:
+    return isinstance(timer, asyncio.Handle) and timer.cancelled()
 
 
 def _describe_waiting() -> str:

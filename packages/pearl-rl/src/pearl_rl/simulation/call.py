@@ -75,6 +75,10 @@ class SimulatedCall:
         if not self.decode.lost:
             self.decode.handle(self.decode.engine.abort(self.on_decode, self.decode.now_s()))
 
+    def close(self) -> None:
+        """It is over: let go of its requests, which refer to it (a cycle for each call is much garbage)."""
+        self.on_decode.payload = self.on_prefill.payload = None
+
     # ---- what engines say -------------------------------------------------------------------------------------------
 
     def on_outcome(self, process: SimulatedProcess, request: EngineRequest, outcome: Outcome) -> None:

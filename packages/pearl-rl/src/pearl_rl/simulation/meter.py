@@ -38,9 +38,9 @@ class EngineMeter:
     transferred_bytes: int = 0
     by_batch: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
     """Running sequences → pure decode iterations with so many, and their time in seconds."""
-    _decode: deque[DecodeSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _prefill: deque[PrefillSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _transfer: deque[TransferSample] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _decode: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _prefill: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _transfer: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def prefilled(self, tokens: int, seconds: float, requests: int, decoding: int) -> None:
         """One iteration with prefill; `decoding` sequences got a token in it."""
@@ -49,7 +49,7 @@ class EngineMeter:
         self.generated_tokens += decoding
         self.prefill_s += seconds
         if not decoding:
-            self._prefill.append(PrefillSample(tokens, seconds, requests))
+            self._prefill.append((tokens, seconds, requests))
 
     def decoded(self, sequences: int, iterations: int, seconds: float, tokens: int) -> None:
         """Pure decode iterations of an unchanged batch."""
@@ -58,12 +58,12 @@ class EngineMeter:
         self.decode_s += seconds
         before = self.by_batch.get(sequences, (0, 0.0))
         self.by_batch[sequences] = (before[0] + iterations, before[1] + seconds)
-        self._decode.append(DecodeSample(sequences, iterations, seconds))
+        self._decode.append((sequences, iterations, seconds))
 
     def transferred(self, tokens: int, amount_bytes: int, seconds: float) -> None:
         """One hand-over that this engine received."""
         self.transferred_bytes += amount_bytes
-        self._transfer.append(TransferSample(tokens, amount_bytes, seconds))
+        self._transfer.append((tokens, amount_bytes, seconds))
 
     def add(self, other: "EngineMeter") -> None:
         """Add the counters of a meter that is not used any more."""
@@ -74,9 +74,9 @@ class EngineMeter:
         """The samples since the last call, with the counters."""
         samples = EngineSamples(
             role=role,
-            decode=tuple(self._decode),
-            prefill=tuple(self._prefill),
-            transfer=tuple(self._transfer),
+            decode=tuple(DecodeSample(*values) for values in self._decode),
+            prefill=tuple(PrefillSample(*values) for values in self._prefill),
+            transfer=tuple(TransferSample(*values) for values in self._transfer),
             prefill_tokens=self.prefill_tokens,
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,

@@ -4,6 +4,7 @@ import asyncio
 from typing import Protocol
 
 from pearl_executor.ports import WorkerLostError
+from pearl_executor.virtual_time import VirtualTimeLoop
 from pearl_rl.simulation.engine import Engine
 from pearl_rl.simulation.requests import EngineRequest, Outcome
 from pearl_state.roles import Role
@@ -41,8 +42,10 @@ class SimulatedProcess:
         self.ready = False
         self.loading = False
         self.lost = False
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, VirtualTimeLoop):
+            raise RuntimeError("a simulated process lives in virtual time: run it by pearl_executor.virtual_time")
+        self._loop = loop
         self._armed_s: float | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
 
@@ -67,10 +70,9 @@ class SimulatedProcess:
         engine = self.engine
         wake_s = engine.wake_s
         if wake_s != self._armed_s:
-            if self._timer is not None:
-                self._timer.cancel()
             self._armed_s = wake_s
-            self._timer = None if wake_s is None else self._loop.call_at(wake_s, self._tick)
+            if wake_s is not None:
+                self._loop.alarm(wake_s, self._tick)
         if self._idle_waiters and engine.idle:
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
@@ -78,7 +80,9 @@ class SimulatedProcess:
                     waiter.set_result(None)
 
     def _tick(self) -> None:
-        self._timer = None
+        wake_s = self.engine.wake_s
+        if wake_s is None or wake_s > self._loop.time():
+            return  # the engine changed its mind since, and another alarm is set
         self._armed_s = None
         self.handle(self.engine.advance())
 

@@ -219,6 +219,7 @@ class SimulatedRuntime:
         finally:
             if not call.future.done() or call.future.cancelled():
                 call.abandon()
+            call.close()
 
     def _send(
         self, source: SimulatedProcess, target: SimulatedProcess, tokens: int, now_s: float
