@@ -192,6 +192,18 @@ class GroupBuffer:
         """How many groups are complete."""
         return sum(len(state.complete) == self._size for state in self._groups.values())
 
+    def due(self, version: int) -> int:
+        """How many incomplete groups hold a sample that would be too old after one more version of the trainer."""
+        oldest = version - self._bound.max_staleness
+        return sum(
+            len(state.complete) < self._size
+            and (
+                any(stamp <= oldest for stamp in state.outstanding.values())
+                or any(trajectory.dispatch_version <= oldest for trajectory, _ in state.complete)
+            )
+            for state in self._groups.values()
+        )
+
     def take(self, groups: int, version: int) -> list[UsedSample]:
         """The samples of the first `groups` complete groups, for an update of the trainer that now has `version`.
 

@@ -33,6 +33,7 @@ from pearl_rl.rollout.pipeline_settings import (
 )
 from pearl_rl.rollout.ports import RolloutTracker, Trainer, UpdateResult
 from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.statistics import Concurrency, PrefixUse
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
 from pearl_state.errors import ConfigurationError
 from pearl_state.events import (
@@ -48,8 +49,16 @@ from pearl_state.roles import Zone
 from pearl_state.trajectory import Trajectory
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What the router had counted when a rollout began."""
+
+    concurrency: Concurrency
+    prefixes: PrefixUse
+
+
 @dataclass(slots=True)
-class _Batch:
+class Batch:
     """One batch on its way; it listens to its own rollout."""
 
     pipeline: "PipelineScheduler"
@@ -57,6 +66,7 @@ class _Batch:
     began_s: float
     remaining: int
     wait_bound_s: float
+    mark: Mark
     makespan_s: float = 0.0
     predicted_s: float | None = None
     configuration: str = ""
@@ -64,9 +74,11 @@ class _Batch:
     requested_s: float | None = None
 
     def completed(self, trajectory: Trajectory) -> None:
+        """See `BatchListener`."""
         self.pipeline.on_completed(self, trajectory)
 
     def dropped(self, complete: int) -> None:
+        """See `BatchListener`."""
         self.remaining += complete
 
 
@@ -124,7 +136,7 @@ class PipelineScheduler:
             position=position,
             lifecycle=lifecycle,
         )
-        self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
+        self._batches: asyncio.Queue[Batch | None] = asyncio.Queue()
         self._training = False
         self._version_changed: asyncio.Future[None] | None = None
         self._stopping = False
@@ -211,19 +223,24 @@ class PipelineScheduler:
         """
         began_s = self._now_s()
         while self._buffer.capacity(self._version) < self._settings.batch and not self._stopping:
-            self._version_changed = asyncio.get_running_loop().create_future()
-            await self._version_changed
+            await self._next_version()
         waited_s = self._now_s() - began_s
         self._wait_bound_s += waited_s
         return waited_s
 
-    async def _play(self, step: int, waited_s: float) -> _Batch:
+    async def _next_version(self) -> None:
+        self._version_changed = asyncio.get_running_loop().create_future()
+        await self._version_changed
+
+    def _mark(self) -> Mark:
+        """Begin to measure a rollout."""
+        self._router.take_borrowed()
+        return Mark(self._router.concurrency(), self._router.statistics.prefixes.copy())
+
+    async def _play(self, step: int, waited_s: float) -> Batch:
         """Roll one batch out and tell that it is complete."""
         settings = self._settings
-        batch = _Batch(self, step, self._now_s(), settings.batch, waited_s)
-        before = self._router.concurrency()
-        prefixes = self._router.statistics.prefixes.copy()
-        self._router.take_borrowed()
+        batch = Batch(self, step, self._now_s(), settings.batch, waited_s, self._mark())
         self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=settings.batch))
         try:
             async with asyncio.timeout(settings.batch_s) as limit:
@@ -235,29 +252,36 @@ class PipelineScheduler:
                 f"step {step}: {batch.remaining} of {settings.batch} trajectories are not complete after "
                 f"{settings.batch_s:g} s; requests on workers: {sum(self._router.loads().values()):g}"
             ) from error
+        self._finish(batch)
+        if not self._training and self._batches.empty() and not self._buffer.stale(self._version):
+            # Training is idle: it wants its GPUs before the next batch is dispatched to workers on them.
+            self._request_training(batch)
+        return batch
+
+    def _finish(self, batch: Batch) -> None:
+        """Account for a batch that is complete, and tell of it."""
         now_s = self._now_s()
         batch.makespan_s = now_s - batch.began_s
         batch.borrowed = self._router.take_borrowed()
         batch.configuration = self._configuration()
         batch.predicted_s = self._predicted_s()
         self._tracker.finish_step(
-            step=step,
-            batch=settings.batch,
+            step=batch.step,
+            batch=self._settings.batch,
             makespan_s=batch.makespan_s,
-            decoding_fraction=(self._router.concurrency() - before).decoding_fraction,
+            decoding_fraction=(self._router.concurrency() - batch.mark.concurrency).decoding_fraction,
             borrowed=batch.borrowed,
-            prefixes=(self._router.statistics.prefixes - prefixes).fractions,
+            prefixes=(self._router.statistics.prefixes - batch.mark.prefixes).fractions,
         )
-        self._post(RolloutFinished(now_s=now_s, step=step, makespan_s=batch.makespan_s, borrowed=batch.borrowed))
-        if not self._training and self._batches.empty() and not self._buffer.stale(self._version):
-            # Training is idle: it wants its GPUs before the next batch is dispatched to workers on them.
-            self._request_training(batch)
-        return batch
+        self._post(RolloutFinished(now_s=now_s, step=batch.step, makespan_s=batch.makespan_s, borrowed=batch.borrowed))
 
-    def on_completed(self, batch: _Batch, trajectory: Trajectory) -> None:
+    def on_completed(self, batch: Batch, trajectory: Trajectory) -> None:
         """A trajectory of `batch` came back; a refill of a batch that was complete before is no progress of it."""
         self._on_trajectory(trajectory, batch.step)
         self._tracker.observe_turns(turn_samples(trajectory, batch.step))
+        self._progress(batch)
+
+    def _progress(self, batch: Batch) -> None:
         if batch.remaining > 0:
             batch.remaining -= 1
             self._post(RolloutProgressed(now_s=self._now_s(), step=batch.step, remaining=batch.remaining))
@@ -276,12 +300,12 @@ class PipelineScheduler:
             await self._step(batch)
             self._training = False
 
-    def _request_training(self, batch: _Batch) -> None:
+    def _request_training(self, batch: Batch) -> None:
         batch.requested_s = self._now_s()
         self._gate.request()
         self._post(TrainingRequested(now_s=batch.requested_s))
 
-    async def _step(self, batch: _Batch) -> None:
+    async def _step(self, batch: Batch) -> None:
         """Train on one batch and publish what comes out."""
         stale = self._buffer.reject_stale(self._version)
         if stale:
@@ -317,7 +341,7 @@ class PipelineScheduler:
         self._post(TrainingFinished(now_s=self._now_s(), weight_version=update.version, duration_s=duration_s))
         self._record(batch, samples, update, duration_s, waited_s)
 
-    async def _granted(self, batch: _Batch) -> float:
+    async def _granted(self, batch: Batch) -> float:
         """Wait for the training GPUs. Returns how long it took since they were asked for, seconds."""
         assert batch.requested_s is not None
         try:
@@ -337,7 +361,7 @@ class PipelineScheduler:
         return waited_s
 
     def _record(
-        self, batch: _Batch, samples: list[UsedSample], update: UpdateResult, training_s: float, wait_grant_s: float
+        self, batch: Batch, samples: list[UsedSample], update: UpdateResult, training_s: float, wait_grant_s: float
     ) -> None:
         """Tell the observer of a completed step."""
         now_s = self._now_s()

@@ -27,6 +27,15 @@ class EndReason(StrEnum):
     """`stop` was called."""
 
 
+class Injection(StrEnum):
+    """When new groups are dispatched."""
+
+    BATCH = "batch"
+    """A whole batch at a time, once the one before it is complete (PEARL section 4.1)."""
+    CONTINUOUS = "continuous"
+    """Each as soon as the staleness bound allows (TideRL section 4.1); see `rollout.continuous`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
     """What the pipeline makes, and the bounds of its waits."""
@@ -37,6 +46,7 @@ class PipelineSettings:
     group_size: int
     max_staleness: int = 1
     """Most weight versions between dispatch and use; 0 makes rollout wait for each update."""
+    injection: Injection = Injection.BATCH
     seed: int = 0
     wall_limit_s: float = math.inf
     """No batch begins after this many seconds; the one under way is finished and trained on."""

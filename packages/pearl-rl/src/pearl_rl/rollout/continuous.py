@@ -1,0 +1,119 @@
+"""Continuous injection: groups enter whenever the staleness bound lets them, not when a whole batch has ended.
+
+Most of a batch's makespan is its tail: a few long trajectories while the workers are nearly idle. Here the next groups
+are dispatched beside the tail (TideRL sections 2.1 and 4.1), so up to η + 1 batches are under way. The trainer takes
+the groups that were dispatched first. Before an update would make a sample too old, it waits for that sample's group
+rather than throw it away: a step may wait for a straggler, but for one of η updates ago, not of its own batch.
+"""
+
+import asyncio
+from functools import cached_property
+
+from pearl_rl.rollout.pipeline import Batch, PipelineScheduler
+from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings, RolloutTimeoutError
+from pearl_state.events import RolloutBegan, RolloutProgressed
+from pearl_state.trajectory import Trajectory
+
+
+class ContinuousPipeline(PipelineScheduler):
+    """The hot path with continuous injection. A step's rollout is the time between two full sets of ready groups."""
+
+    _current: Batch
+    _injected = False
+    """Whether no further group enters."""
+    _under_way = 0
+    """Groups that are not complete."""
+
+    @cached_property
+    def _news(self) -> asyncio.Event:
+        return asyncio.Event()
+
+    async def _roll_out(self) -> None:
+        settings = self._settings
+        first = self._version
+        groups = (settings.steps - settings.completed_steps) * settings.groups_per_step
+        try:
+            async with asyncio.TaskGroup() as plays:
+                for number in range(groups):
+                    # (η + v + 1) batches may have been dispatched by version v, counted from the start.
+                    while number >= (settings.max_staleness + self._version - first + 1) * settings.groups_per_step:
+                        if self._over():
+                            break
+                        await self._next_version()
+                    if self._over():
+                        break
+                    self._under_way += 1
+                    plays.create_task(self._play_group())
+                self._injected = True
+                self._wake()
+        finally:
+            self._injected = True
+
+    async def _play_group(self) -> None:
+        await self._rollout.play(1, self)
+        self._under_way -= 1
+        self._wake()
+
+    # ---- as a BatchListener -----------------------------------------------------------------------------------------
+
+    def completed(self, trajectory: Trajectory) -> None:
+        """A trajectory came back, of whichever step."""
+        self.on_completed(self._current, trajectory)
+
+    def dropped(self, complete: int) -> None:
+        """A group was given up and another one takes its place."""
+
+    def _progress(self, batch: Batch) -> None:
+        # What is in flight feeds further batches too; the planner reckons with one.
+        remaining = min(self._settings.batch, self._buffer.counts.in_flight)
+        self._post(RolloutProgressed(now_s=self._now_s(), step=batch.step, remaining=remaining))
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        settings = self._settings
+        batch = self._begin(settings.completed_steps + 1)
+        while await self._ready(batch):
+            self._finish(batch)
+            self._request_training(batch)
+            following = self._begin(batch.step + 1) if batch.step < settings.steps else None
+            await self._step(batch)
+            if following is None:
+                return
+            batch = following
+
+    def _begin(self, step: int) -> Batch:
+        self._current = batch = Batch(self, step, self._now_s(), self._settings.batch, 0.0, self._mark())
+        self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=self._settings.batch))
+        return batch
+
+    async def _ready(self, batch: Batch) -> bool:
+        """Return once a batch is ready and no sample under way would be made too old by it; False where none comes."""
+        settings = self._settings
+        try:
+            async with asyncio.timeout(settings.batch_s) as limit:
+                while True:
+                    enough = self._buffer.ready() >= settings.groups_per_step
+                    if enough and not self._buffer.due(self._version):
+                        return True
+                    if self._injected and not self._under_way and not enough:
+                        return False
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise RolloutTimeoutError(
+                f"step {batch.step}: {self._buffer.ready()} of {settings.groups_per_step} groups are ready after "
+                f"{settings.batch_s:g} s, {self._buffer.due(self._version)} of those missing are as old as they may "
+                f"be; requests on workers: {sum(self._router.loads().values()):g}"
+            ) from error
+
+    def _wake(self) -> None:
+        super()._wake()
+        self._news.set()
+
+
+def pipeline_class(settings: PipelineSettings) -> type[PipelineScheduler]:
+    """The hot path that the settings ask for."""
+    return ContinuousPipeline if settings.injection is Injection.CONTINUOUS else PipelineScheduler
