@@ -38,6 +38,10 @@ MEASURED = replace(
     turns=30,
     mean_turns=16,
     turn_environment_s=1.0,
+    retained_tokens=60,
+    moved_fraction=0.2,
+    pair_moved_fraction=0.3,
+    renewed_fraction=0.1,
     active_by_turn=tuple(max(0.03, 1 - i / 30) for i in range(30)),
 )
 

@@ -5,11 +5,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl_planner.capacity import least_decode_workers
-from pearl_planner.extended import ExtendedModel, residence_s, turn_groups, work_turns
+from pearl_planner.extended import ExtendedModel, cycle_s, residence_s, turn_groups, work_turns
 from pearl_planner.makespan import PrintedModel, printed_colocated, printed_disaggregated
 from pearl_state.errors import ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -128,14 +128,19 @@ def test_data_that_bind_nothing_change_nothing(w, p, n_p, n_d):
 
 
 @given(FULL_WORKLOADS, FULL_PLATFORMS, st.integers(2, 60))
-def test_paths_are_monotone_and_the_makespan_is_convex_in_the_number_of_prefill_workers(w, p, n):
+@settings(max_examples=60)
+def test_paths_are_monotone_and_bisection_over_the_number_of_prefill_workers_finds_the_best(w, p, n):
+    """But for prefixes lost to moves, which begin with the second prefill worker."""
     for model in (PrintedModel(w, p), ExtendedModel(w, p)):
         first, second = zip(*[model.paths(i, n - i) for i in range(1, n)], strict=True)
         totals = [model.total_s(i, n - i) for i in range(1, n)]
         assert all(b <= a * (1 + 1e-12) for a, b in itertools.pairwise(first))
         assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(second))
-        slack = 1e-9 * max(totals)
-        assert all(2 * b <= a + c + slack for a, b, c in zip(totals, totals[1:], totals[2:], strict=False))
+        low, high = 0, len(totals) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if totals[middle] <= totals[middle + 1] else (middle + 1, high)
+        assert totals[low] <= 1.01 * min(totals)
 
 
 @given(FULL_WORKLOADS, FULL_PLATFORMS, counts, counts)
@@ -184,6 +189,55 @@ def test_a_small_prefill_pool_shows_although_the_batch_thins_out():
     assert model.total_s(1, 3) > max(model.paths(1, 3)) + 1.0
 
 
+stations = st.tuples(st.floats(1e-3, 10.0), st.floats(0.0, 100.0))
+
+
+@given(st.floats(0.0, 100.0), stations, stations)
+def test_the_cycle_of_a_closed_network_is_nearly_exact_and_becomes_the_longer_path(delay, first, second):
+    (f1, g1), (f2, g2) = first, second
+    low, high = max(delay + f1 + f2, g1, g2), delay + f1 + g1 + f2 + g2
+    for _ in range(100):
+        middle = 0.5 * (low + high)
+        free = middle > g1 and middle > g2
+        if free and middle > delay + f1 * middle / (middle - g1) + f2 * middle / (middle - g2):
+            high = middle
+        else:
+            low = middle
+    assert cycle_s(delay, first, second) == pytest.approx(high, rel=0.05)
+    # One station alone is `residence_s`, and one that is far busier than the rest hides it.
+    assert cycle_s(delay, (f1, g1), (f2, 0.0)) == pytest.approx(delay + f2 + residence_s(f1, g1, delay + f2))
+    assert cycle_s(delay, (f1, 1e4 * (1 + delay + f2 + g2)), second) == pytest.approx(1e4 * (1 + delay + f2 + g2), 0.01)
+
+
+def test_pools_that_are_balanced_make_each_other_wait():
+    w = replace(SWE, turn_environment_s=0.1, environment_s=0.0)
+    totals = {n_p: ExtendedModel(w, H800).disaggregated(n_p, 8 - n_p) for n_p in range(1, 8)}
+    best = min(totals.values(), key=lambda terms: terms.total_s)
+    assert best.total_s > 1.02 * max(best.prefill_s + best.transfer_s, best.decode_s + 16 * 0.1)
+    # One prefill worker is far too few: what it computes is all that counts.
+    assert totals[1].total_s == pytest.approx(totals[1].prefill_s, rel=0.02)
+
+
+def test_the_first_token_is_prefill_s_and_a_request_joins_a_batch_between_iterations():
+    w = replace(SWE, batch=1, turn_environment_s=1.0, environment_s=0.0)
+    turn = 1.0 + 1700 * 20e-6 + 69.5 * 6.5e-3 + 69 * 0.36e-3
+    bare = replace(H800, overhead_per_turn_s=0.0)
+    assert ExtendedModel(w, bare).colocated(3).total_s == pytest.approx(16 * turn)
+    turn += 1700 * 147_456 / 80e9
+    assert ExtendedModel(w, bare).disaggregated(2, 3).total_s == pytest.approx(16 * turn)
+
+
+def test_prefixes_lost_to_moves_and_new_weights_are_prefilled_again():
+    w = replace(SWE, context_tokens=2700.0, moved_fraction=0.6, pair_moved_fraction=0.4, renewed_fraction=0.1)
+    # Of 1000 tokens before each turn: (1 − 1/4)·0.6 + 0.1 under colocation, (1 − 1/2)·0.4 + 0.1 under disaggregation.
+    assert ExtendedModel(w, H800).colocated(4).reprefill_s == pytest.approx(16 * 64 * 550 * 20e-6 / 4)
+    assert ExtendedModel(w, H800).disaggregated(2, 3).reprefill_s == pytest.approx(16 * 64 * 300 * 20e-6 / 2)
+    # One worker has nobody to lose a trajectory to, and two are never slower for all their moves.
+    assert ExtendedModel(w, H800).disaggregated(1, 3).reprefill_s == pytest.approx(16 * 64 * 100 * 20e-6)
+    long = ExtendedModel(replace(w, context_tokens=30_000.0, renewed_fraction=0.0), H800)
+    assert long.disaggregated(2, 3).prefill_s == pytest.approx(long.disaggregated(1, 3).prefill_s)
+
+
 @given(st.floats(1e-4, 10.0), st.floats(0.0, 100.0), st.floats(0.0, 100.0), st.floats(0.0, 10.0))
 def test_the_residence_time_solves_the_closed_cycle(fixed, load, outside, more):
     x = residence_s(fixed, load, outside)
@@ -224,7 +278,7 @@ def test_a_hand_over_costs_once_a_turn():
 @given(FULL_WORKLOADS, FULL_PLATFORMS)
 def test_turn_groups_keep_turns_and_work(w, p):
     groups = turn_groups(w)
-    assert len(groups) <= 8
+    assert len(groups) <= 4
     assert math.isclose(sum(c * running for c, running in groups), w.batch * work_turns(w), rel_tol=1e-9)
     assert sum(c for c, _ in groups) <= w.turns * (1 + 1e-9)
 

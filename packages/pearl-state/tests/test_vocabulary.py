@@ -144,7 +144,7 @@ POSITIVE = {
     "kv_bytes_per_token",
     "transfer_bytes_per_s",
 }
-FRACTIONS = {"moved_fraction", "renewed_fraction"}
+FRACTIONS = {"moved_fraction", "pair_moved_fraction", "renewed_fraction"}
 NUMBERS = [
     (profile, base, item.name)
     for profile, base in ((WorkloadProfile, WORKLOAD), (PlatformProfile, PLATFORM))

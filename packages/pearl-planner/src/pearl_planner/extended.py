@@ -5,7 +5,8 @@ Added to the printed equations (symbols as in `makespan`):
 - *Prefix-cache capacity.* A worker keeps the contexts of `prefix_capacity_tokens / context_tokens` trajectories.
   hit = min(1, workers·cap/B); on a miss the whole context is prefilled again instead of ΔL.
 - *Lost prefixes.* Trajectories move to less loaded workers, and newer weights void what caches hold: of what a cache
-  could hold, `moved_fraction`·(1 − 1/n) on n workers and `renewed_fraction` are prefilled again.
+  could hold, `moved_fraction`·(1 − 1/n) on n workers (between prefill workers `pair_moved_fraction`) and
+  `renewed_fraction` are prefilled again.
 - *Work and path apart.* S belongs to the slowest trajectory; the work of a step is that of all of them. Where
   `active_by_turn` is known turn i has B·active_by_turn[i] trajectories; where only `mean_turns` is known, their sum.
 - *Turn by turn.* Each group of turns has its own number of trajectories, so that a prefill pool that is too small early
@@ -34,7 +35,7 @@ from pearl_planner.capacity import kv_bytes_per_sequence
 from pearl_state.decision import MakespanTerms
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 
-_GROUPS = 8
+_GROUPS = 4
 
 
 def work_turns(workload: WorkloadProfile) -> float:
@@ -47,7 +48,7 @@ def work_turns(workload: WorkloadProfile) -> float:
 def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float], ...]:
     """(turns, trajectories running in each of them), in order; the turns add up to S.
 
-    Neighbouring turns are joined to at most eight groups of equal length, so that a prediction costs the same for
+    Neighbouring turns are joined to at most four groups of equal length, so that a prediction costs the same for
     sixty turns as for eight. Σ turns·trajectories = B·`work_turns`.
     """
     active: Sequence[float] = workload.active_by_turn
@@ -103,8 +104,10 @@ class ExtendedModel:
     """`MakespanModel` with the additions of this module. `is_printed` where the profile has data for none of them."""
 
     __slots__ = (
+        "_alone",
         "_beside",
         "_cap",
+        "_cycled",
         "_environment",
         "_fixed",
         "_groups",
@@ -116,6 +119,7 @@ class ExtendedModel:
         "_over",
         "_pair_delay",
         "_pair_kept",
+        "_pair_moved",
         "_pair_prompt",
         "_per_prompt",
         "_per_sequence",
@@ -139,6 +143,7 @@ class ExtendedModel:
         self._kept = max(0.0, context - self._per_prompt)
         self._pair_kept = max(0.0, context - self._pair_prompt)
         self._moved, self._renewed = workload.moved_fraction, workload.renewed_fraction
+        self._pair_moved = workload.pair_moved_fraction
         self._cap = math.inf
         if platform.prefix_capacity_tokens and workload.context_tokens:
             self._cap = platform.prefix_capacity_tokens / workload.context_tokens
@@ -154,6 +159,7 @@ class ExtendedModel:
             self._pair_delay = self._outside + self._transfer + platform.handover_s
             # The bubble is what a trajectory does besides decode; its environment time is on the path already.
             self._beside = max(0.0, self._environment - turns * self._outside)
+            self._cycled = tuple((count, running, max(0.0, running - 1.0)) for count, running in self._groups)
         else:
             self._stretch = 1.0 + workload.bubble_ratio
             self._pair_delay = 0.0
@@ -161,6 +167,7 @@ class ExtendedModel:
             self._fixed = iterations * platform.decode_fixed_s
             self._beside = self._environment + self._handover
         self._per_sequence = iterations * platform.decode_per_sequence_s
+        self._alone = self._fixed + self._per_sequence
         per_sequence = kv_bytes_per_sequence(workload, platform, kv_headroom)
         bounded = platform.kv_capacity_bytes > 0 and per_sequence > 0
         self._kv_sequences = platform.kv_capacity_bytes / per_sequence if bounded else math.inf
@@ -170,18 +177,26 @@ class ExtendedModel:
             and not self._outside
             and not self._handover
             and not workload.retained_tokens
-            and not ((self._moved or self._renewed) and self._kept)
+            and not ((self._moved or self._pair_moved or self._renewed) and self._kept)
             and len(self._groups) == 1
             and self._work == turns * workload.batch
         )
 
-    def _lost(self, workers: int) -> float:
-        """Part of what caches could hold that is gone for another reason than their capacity."""
-        return min(1.0, self._moved * (1.0 - 1.0 / workers) + self._renewed)
+    def _lost(self, moved: float, workers: int, prompt_s: float, kept_s: float) -> float:
+        """Part of what caches could hold that is gone for another reason than their capacity.
+
+        Trajectories move because another worker has less to do, so never so often that `workers` of them get less done
+        than one.
+        """
+        moved *= 1.0 - 1.0 / workers
+        if moved * kept_s > (workers - 1) * prompt_s:
+            moved = (workers - 1) * prompt_s / kept_s
+        return min(1.0, moved + self._renewed)
 
     def colocated(self, workers: int) -> MakespanTerms:
         """Eq. (1) with the additions. Prefill and decode share the time a trajectory spends on its worker."""
-        lost, kept, held = self._lost(workers), self._kept, self._cap * workers
+        kept, held = self._kept, self._cap * workers
+        lost = self._lost(self._moved, workers, self._per_prompt, kept)
         room = self._kv_sequences * workers
         stays = prefill = reprefill = 0.0
         for count, running in self._groups:
@@ -194,11 +209,10 @@ class ExtendedModel:
                 stay = residence_s(fixed + load, others, self._outside)
             else:
                 stay = fixed + running / workers * load
+            part = count * (stay - fixed) / load if load else 0.0
+            prefill += part * own
+            reprefill += part * again
             stays += count * stay
-            if load:
-                part = count * (stay - fixed) / load
-                prefill += part * own
-                reprefill += part * again
         return MakespanTerms(
             total_s=stays + self._over + self._environment,
             prefill_s=prefill,
@@ -215,7 +229,7 @@ class ExtendedModel:
             return self._cycles(prefill_workers, decode_workers)
         longer = again = decode = 0.0
         prompt, kept, held = self._pair_prompt, self._pair_kept, self._cap * prefill_workers
-        lost = self._lost(prefill_workers)
+        lost = self._lost(self._pair_moved, prefill_workers, prompt, kept)
         fixed, load = self._fixed * self._stretch, self._per_sequence / decode_workers
         for count, running in self._groups:
             missed = kept * (1.0 - (1.0 - lost) * held / running if running > held else lost)
@@ -227,27 +241,21 @@ class ExtendedModel:
         return longer, again / prefill_workers, decode, decode
 
     def _cycles(self, prefill_workers: int, decode_workers: int) -> tuple[float, float, float, float]:
-        """`_walk` where trajectories circulate. `cycle_s` and `residence_s`, written out: a decision's inner loop."""
-        total = again = decode = path = 0.0
+        """`_walk` where trajectories circulate. `cycle_s`, written out, since this is a decision's inner loop."""
+        total = again = decode = 0.0
         prompt, kept, held = self._pair_prompt, self._pair_kept, self._cap * prefill_workers
-        lost = self._lost(prefill_workers)
-        delay, alone = self._pair_delay, self._fixed + self._per_sequence
-        load = self._per_sequence / decode_workers
-        for count, running in self._groups:
-            missed = kept * (1.0 - (1.0 - lost) * held / running if running > held else lost)
-            own = prompt + missed
-            others = running - 1.0 if running > 1.0 else 0.0
-            before, beside = others / prefill_workers * own, others * load
+        lost = self._lost(self._pair_moved, prefill_workers, prompt, kept)
+        usual, delay, alone = prompt + kept * lost, self._pair_delay, self._alone
+        share, load, root = 1.0 / prefill_workers, self._per_sequence / decode_workers, math.sqrt
+        for count, running, others in self._cycled:
+            own = usual if running <= held else prompt + kept * (1.0 - (1.0 - lost) * held / running)
+            before, beside = others * share * own, others * load
             rest = delay + own
             half = 0.5 * (alone + beside - rest)
-            stay = half + math.sqrt(half * half + alone * rest)
-            low = rest + stay
-            again += count * running * missed
-            decode += count * stay
-            path += count * low
+            low = rest + half + root(half * half + alone * rest)
             rest = delay + alone
             half = 0.5 * (own + before - rest)
-            other = rest + half + math.sqrt(half * half + own * rest)
+            other = rest + half + root(half * half + own * rest)
             if other > low:
                 low = other
             near, close = 1.0 / (low - before), 1.0 / (low - beside)
@@ -256,8 +264,11 @@ class ExtendedModel:
             queue *= near
             batch *= close
             slope = 1.0 + queue + batch
-            total += count * (low - excess * slope / (slope * slope + excess * (queue * near + batch * close)))
-        return total, again / prefill_workers, decode, path
+            cycle = low - excess * slope / (slope * slope + excess * (queue * near + batch * close))
+            total += count * cycle
+            again += count * running * (own - prompt)
+            decode += count * alone * cycle / (cycle - beside)
+        return total, again * share, decode, decode + self._turns * (delay + prompt)
 
     def total_s(self, prefill_workers: int, decode_workers: int) -> float:
         """Makespan under disaggregation, seconds."""
@@ -269,11 +280,10 @@ class ExtendedModel:
         prefill = self._work * (self._pair_prompt / prefill_workers + self._transfer) + again
         if self._outside:
             # Without what is prefilled again, which falls with N_P.
-            outside, alone = self._pair_delay + self._pair_prompt, self._fixed + self._per_sequence
-            load = self._per_sequence / decode_workers
-            decode = self._turns * outside + math.fsum(
-                count * residence_s(alone, max(0.0, running - 1.0) * load, outside) for count, running in self._groups
-            )
+            outside, load = self._pair_delay + self._pair_prompt, self._per_sequence / decode_workers
+            decode = self._turns * outside
+            for count, _, others in self._cycled:
+                decode += count * residence_s(self._alone, others * load, outside)
         return prefill + self._beside, decode + self._beside
 
     def disaggregated(self, prefill_workers: int, decode_workers: int) -> MakespanTerms:

@@ -23,7 +23,7 @@ class MakespanModel(Protocol):
         ...
 
     def total_s(self, prefill_workers: int, decode_workers: int) -> float:
-        """T_dis alone, as `disaggregated` gives it. At N workers it is convex in N_P, so that bisection is exact."""
+        """T_dis alone, as `disaggregated` gives it. At N workers it falls and then rises with N_P (see `search`)."""
         ...
 
     def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """The candidates of one budget: which there are, which are feasible, and which is best.
 
 A budget of N workers has N candidates. Few of them are all listed; of many the best is found by bisection, since
-the makespan is convex in N_P and both capacity constraints bound N_P by an interval.
+the makespan falls and then rises with N_P and both capacity constraints bound N_P by an interval.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -52,6 +52,10 @@ class DecideSettings:
                 f"DecideSettings.mode_threshold = {self.mode_threshold} is below "
                 f"ratio_threshold = {self.ratio_threshold}: a mode switch costs more"
             )
+
+
+_BEGINNING = 3
+"""Numbers of prefill workers at the beginning of a range whose makespans are compared one by one."""
 
 
 @lru_cache(maxsize=4096)
@@ -123,9 +127,19 @@ class CandidateSearch:
         return self.model.total_s(prefill, self.workers - prefill)
 
     def _best_within(self, low: int, high: int) -> int:
-        """Exact minimum over N_P in [low, high] of the makespan, which is convex; of equals the smallest N_P."""
+        """Minimum over N_P in [low, high] of the makespan; of equals the smallest N_P.
+
+        It falls and then rises with N_P, but for its very beginning: one prefill worker alone keeps every prefix, two
+        of them take trajectories from each other. So the first few are looked at one by one, and all where they are all
+        listed anyway.
+        """
+        if self.workers <= self.settings.explain_all_up_to:
+            return min(range(low, high + 1), key=lambda p: self.candidate(p).predicted.total_s)
         total, workers = self.model.total_s, self.workers
-        return _first(low, high - 1, lambda p: total(p, workers - p) <= total(p + 1, workers - p - 1))
+        begin = min(high, low + _BEGINNING)
+        found = _first(begin, high - 1, lambda p: total(p, workers - p) <= total(p + 1, workers - p - 1))
+        best: int = min((*range(low, begin), found), key=self._total)
+        return best
 
     def _violated(self, prefill: int) -> tuple[Constraint, ...]:
         heavy, full = prefill < self.low, prefill > self.high

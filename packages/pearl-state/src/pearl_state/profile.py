@@ -50,8 +50,10 @@ class WorkloadProfile:
     """Mean response tokens of a turn that the next turn's context keeps, tokens. A prefill worker, which never saw
     them, computes them again under disaggregation; 0 where unknown."""
     moved_fraction: float = 0.0
-    """Part of the prefixes in caches that trajectories leave behind when a less loaded worker takes them, were there
-    very many workers: (1 − 1/n) of it on n. 0 where unknown."""
+    """Part of the prefixes in caches that trajectories leave behind under colocation, since a less loaded worker takes
+    them, were there very many workers: (1 − 1/n) of it on n. 0 where unknown."""
+    pair_moved_fraction: float = 0.0
+    """The same between prefill workers under disaggregation, where the choice weighs queues and not only requests."""
     renewed_fraction: float = 0.0
     """Part of the prefixes in caches that newer weights void before they are used. 0 where unknown."""
     active_by_turn: tuple[float, ...] = ()
@@ -61,7 +63,10 @@ class WorkloadProfile:
 
     def __post_init__(self) -> None:
         """Raise `ProfileError` for NaN, infinities, negatives, or an empty batch."""
-        positive, fractions = {"batch", "turns", "response_tokens"}, {"moved_fraction", "renewed_fraction"}
+        positive, fractions = (
+            {"batch", "turns", "response_tokens"},
+            {"moved_fraction", "pair_moved_fraction", "renewed_fraction"},
+        )
         _check(self, frozenset(positive), frozenset(fractions))
         if any(not 0 <= a <= 1 for a in self.active_by_turn) or list(self.active_by_turn) != sorted(
             self.active_by_turn, reverse=True

@@ -22,6 +22,7 @@ _AVERAGED = (
 _OPTIONAL = {
     "bubble_ratio": "nobody told the decoding fraction",
     "moved_fraction": "too few workers to choose from, or no trajectory came again",
+    "pair_moved_fraction": "too few prefill workers to choose from, or no trajectory came again",
     "renewed_fraction": "no trajectory came again",
 }
 """Those that a step may lack → why."""
@@ -92,13 +93,14 @@ class RuntimeTracker:
         decoding_fraction: float | None,
         borrowed: bool = False,
         moved_fraction: float | None = None,
+        pair_moved_fraction: float | None = None,
         renewed_fraction: float | None = None,
     ) -> None:
         """A batch of `batch` trajectories completed after `makespan_s` seconds.
 
-        `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; `moved_fraction` and
-        `renewed_fraction` are those of `WorkloadProfile`; None where nobody measured it. Turns of earlier steps that
-        were never finished are forgotten.
+        `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; `moved_fraction`,
+        `pair_moved_fraction` and `renewed_fraction` are those of `WorkloadProfile`; None where nobody measured it.
+        Turns of earlier steps that were never finished are forgotten.
         """
         seen = self._steps.pop(step, None)
         self._steps = {number: sums for number, sums in self._steps.items() if number > step}
@@ -121,7 +123,11 @@ class RuntimeTracker:
         }
         if decoding_fraction is not None and 0 < decoding_fraction <= 1:
             values["bubble_ratio"] = (1 - decoding_fraction) / decoding_fraction
-        lost = {"moved_fraction": moved_fraction, "renewed_fraction": renewed_fraction}
+        lost = {
+            "moved_fraction": moved_fraction,
+            "pair_moved_fraction": pair_moved_fraction,
+            "renewed_fraction": renewed_fraction,
+        }
         values |= {name: fraction for name, fraction in lost.items() if fraction is not None}
         count = len(seen.turns_of)
         reach = [sum(n > turn for n in seen.turns_of) / count for turn in range(max(seen.turns_of))]
@@ -143,6 +149,12 @@ class RuntimeTracker:
         for name, missing in _OPTIONAL.items():
             times = ema.counts.get(name, 0)
             measured[name] = f"telemetry, moving average over {times} steps" if times else f"not measured: {missing}"
+        moved = {name: ema.get(name, 0.0) for name in ("moved_fraction", "pair_moved_fraction")}
+        for name, other in (("moved_fraction", "pair_moved_fraction"), ("pair_moved_fraction", "moved_fraction")):
+            # Until a mode was seen, trajectories are assumed to move as often as in the other one.
+            if name not in ema.counts and other in ema.counts:
+                moved[name] = ema[other]
+                measured[name] = f"assumed to be {other}: its mode was not seen"
         return WorkloadProfile(
             batch=self._batch,
             turns=max(1.0, ema["turns"]),
@@ -155,7 +167,8 @@ class RuntimeTracker:
             mean_turns=ema["mean_turns"],
             turn_environment_s=ema["turn_environment_s"],
             retained_tokens=ema["retained_tokens"],
-            moved_fraction=ema.get("moved_fraction", 0.0),
+            moved_fraction=moved["moved_fraction"],
+            pair_moved_fraction=moved["pair_moved_fraction"],
             renewed_fraction=ema.get("renewed_fraction", 0.0),
             active_by_turn=ema.fractions,
             origin=measured,

@@ -59,10 +59,13 @@ class StepSegments:
         self._since_s = now_s
 
 
-def _at_many_workers(moved: float | None, segments: Sequence[tuple[Configuration, float]]) -> float | None:
-    """The part of prefixes that moves would cost among very many workers; None where too few could be chosen from."""
+def _at_many_workers(moved: float | None, segments: Sequence[tuple[Configuration, float]], mode: Mode) -> float | None:
+    """The part of prefixes that moves would cost among very many workers in `mode`.
+
+    None where the step did not run in that mode throughout, or too few workers could be chosen from.
+    """
     total_s = sum(seconds for _, seconds in segments)
-    if moved is None or not total_s:
+    if moved is None or not total_s or any(c.mode is not mode for c, _ in segments):
         return None
     choice = sum(seconds * (1.0 - 1.0 / (c.prefill or c.colocated)) for c, seconds in segments) / total_s
     return min(1.0, moved / choice) if choice >= _CHOICE else None
@@ -127,7 +130,8 @@ class Refit:
             makespan_s=makespan_s,
             decoding_fraction=decoding_fraction,
             borrowed=borrowed,
-            moved_fraction=_at_many_workers(moved, segments),
+            moved_fraction=_at_many_workers(moved, segments, Mode.COLOCATION),
+            pair_moved_fraction=_at_many_workers(moved, segments, Mode.DISAGGREGATION),
             renewed_fraction=renewed,
         )
         # A moment in which nobody served, or a transition mixed both modes, cannot be explained by the model.
