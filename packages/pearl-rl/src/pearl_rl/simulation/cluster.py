@@ -22,7 +22,7 @@ from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.observer import Observer, Observers
-from pearl_rl.rollout.pipeline import PipelineScheduler
+from pearl_rl.rollout.continuous import pipeline_class
 from pearl_rl.rollout.pipeline_settings import PipelineSettings
 from pearl_rl.rollout.recorded_generation import RecordedGeneration
 from pearl_rl.rollout.router import Router, RouterLimits
@@ -36,7 +36,7 @@ from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
 from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, SimulationResult
 from pearl_rl.simulation.parameters import Parameters, load_parameters
-from pearl_rl.simulation.policies import policy_setup
+from pearl_rl.simulation.policies import injection, policy_setup
 from pearl_rl.simulation.prior import platform_prior, workload_prior
 from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
@@ -192,8 +192,9 @@ class SimulatedCluster:
             await asyncio.sleep(parameters.training.publish_s)
             weights.publish(snapshot)  # type: ignore[arg-type]
 
-        pipeline = PipelineScheduler(
-            self._pipeline_settings(),
+        settings = self._pipeline_settings()
+        pipeline = pipeline_class(settings)(
+            settings,
             router=router,
             agent=SimulatedAgent(self.workload, conversations),
             tasks=SimulatedTasks(),
@@ -314,6 +315,7 @@ class SimulatedCluster:
             groups_per_step=rollout.batch // rollout.group_size,
             group_size=rollout.group_size,
             max_staleness=rollout.max_staleness,
+            injection=injection(self.scenario),
             seed=run.seed,
             wall_limit_s=math.inf if run.steps else run.duration_s,
             batch_s=30 * 86_400.0,

@@ -9,6 +9,7 @@ from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing
 from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed, pearl, static_pd
 from pearl_planner.switching import SwitchCosts
+from pearl_rl.rollout.pipeline_settings import Injection
 from pearl_rl.simulation.scenario import Scenario
 from pearl_state.configuration import Configuration
 from pearl_state.roles import Mode
@@ -32,6 +33,8 @@ def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRo
     - `static-pd`: reserved and preemptible GPUs at one P:D ratio.
     - `pearl`; `pearl-disaggregated`: its disaggregation alone (Figure 7's A), `pearl-ungated`: with ungated borrowing
       (A + B); both never colocate, as in the paper's ablation. `pearl-no-borrowing`, `pearl-colocated`: less one part.
+    - `tiderl`: a cluster of fixed size, colocated; training GPUs go to rollout whenever training waits for data.
+      `…+tiderl`: that policy, with continuous injection (see `injection`).
     """
     name, cluster = scenario.policy.name, scenario.cluster
     policy, borrowing = _policy(scenario, costs)
@@ -46,20 +49,31 @@ def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRo
     return PolicySetup(policy, borrowing, reserved, preemptible)
 
 
+_TIDERL = "+tiderl"
+
+
+def injection(scenario: Scenario) -> Injection:
+    """When groups are dispatched: as the scenario says, else as its policy does."""
+    if scenario.rollout.injection:
+        return Injection(scenario.rollout.injection)
+    return Injection.CONTINUOUS if scenario.policy.name.split("+")[-1] == "tiderl" else Injection.BATCH
+
+
 def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[ModelPolicy, Borrowing]:
     choice = scenario.policy
+    name = choice.name.removesuffix(_TIDERL)
     settings = DecideSettings(model=choice.model)
     if choice.ratio_threshold is not None:
         settings = replace(settings, ratio_threshold=choice.ratio_threshold)
     if choice.mode_threshold is not None:
         settings = replace(settings, mode_threshold=choice.mode_threshold)
-    if choice.name in ("roll", "roll-large"):
+    if name in ("roll", "roll-large"):
         return fixed(), Borrowing.OFF
-    if choice.name == "rlboost":
+    if name == "rlboost":
         return replace(colocated_elastic(), name="rlboost"), Borrowing.OFF
-    if choice.name == "static-pd":
+    if name == "static-pd":
         return static_pd(Configuration.parse(choice.configuration)), Borrowing.OFF
-    borrowing, modes, expands = _PARTS[choice.name]
+    borrowing, modes, expands = _PARTS[name]
     whole = replace(pearl(settings, costs), name=choice.name, modes=modes, expands=expands)
     return replace(whole, borrows=borrowing is not Borrowing.OFF), borrowing
 
@@ -73,6 +87,7 @@ _PARTS: Mapping[str, tuple[Borrowing, frozenset[Mode], bool]] = {
     "pearl-no-borrowing": (Borrowing.OFF, frozenset(Mode), True),
     "pearl-colocated": (Borrowing.GATED, _COLOCATION, True),
     "bidirl": (Borrowing.GATED, _COLOCATION, False),
+    "tiderl": (Borrowing.UNGATED, _COLOCATION, False),
 }
 """Policies that ask the PD Decision Engine: borrowing, modes, and whether they take preemptible GPUs."""
 

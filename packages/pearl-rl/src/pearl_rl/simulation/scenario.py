@@ -26,6 +26,8 @@ PolicyName = Literal[
     "pearl-gated",
     "pearl-no-borrowing",
     "pearl-colocated",
+    "tiderl",
+    "pearl+tiderl",
 ]
 BUNDLED = ("paper-segment1", "paper-segment2", "paper-segment3", "paper-fixed", "webshop", "weka")
 """Names of the bundled scenarios."""
@@ -59,6 +61,9 @@ class RolloutSection(Section):
     batch: int = Field(default=64, ge=1, le=10_000_000, description="trajectories of a step, B")
     group_size: int = Field(default=16, ge=1, le=100_000, description="trajectories of one task (GRPO group)")
     max_staleness: int = Field(default=1, ge=0, le=1000, description="weight versions between dispatch and use")
+    injection: Literal["", "batch", "continuous"] = Field(
+        default="", description="when groups are dispatched; empty: continuous for policies with tiderl, else batch"
+    )
 
 
 class WorkloadSection(Section):
