@@ -152,7 +152,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.script = FaultScript()
-        self.workers = FakeWorkers(script=self.script)
+        self.workers = FakeWorkers(script=self.script, decode_token_s=0.4)
         self.training = FakeTraining(frozenset({GpuId(0), GpuId(1)}), script=self.script, ledger=self.workers.ledger)
         self.weights = FakeWeights()
         self.games = Games()
@@ -257,7 +257,7 @@ class Life:
         calls = Calls(machine.workers)
         limits = RouterLimits(serving=ServingLimits(), no_worker_s=2000.0, stall_s=30.0, abort_s=2.0)
         self.router = Router(calls, limits, on_fault=self.fault)
-        calls.table = lambda: self.router.table
+        calls.table = lambda: self.scheduler.state.table
         self.executor = ElasticExecutor(machine.workers, machine.training, machine.weights, LIMITS)
         self.answers = Answers(self.executor)
         state = initial_state(
