@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Final
 
-_LEAST: Final = 0.1
-_MOST: Final = 10.0
+_LEAST: Final = 1.0 / 3.0
+_MOST: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ from collections.abc import MutableMapping
 
 from pearl_rl.rollout.agent import Episode
 from pearl_rl.rollout.calls import Generate, ModelCall
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.simulation.runtime import Conversation
 from pearl_rl.simulation.workload import Workload
+from pearl_state.phases import StartupMode
 from pearl_state.trajectory import Trajectory, Turn
 
 
@@ -17,8 +19,14 @@ class SimulatedAgent:
     beginning, and how much of it the previous turn had already.
     """
 
-    def __init__(self, workload: Workload, conversations: MutableMapping[str, Conversation]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        conversations: MutableMapping[str, Conversation],
+        lifecycle: LifecycleTrace | None = None,
+    ) -> None:
         self._workload = workload
+        self._lifecycle = lifecycle
         self._conversations = conversations
 
     async def run(self, episode: Episode, generate: Generate) -> Trajectory:
@@ -28,6 +36,8 @@ class SimulatedAgent:
         script = self._workload.script(episode.task, int(episode.trajectory[1:]))
         known = Conversation(root=script.root, root_tokens=script.turns[0].prompt_tokens if script.root else 0)
         self._conversations[episode.trajectory] = known
+        if self._lifecycle is not None:
+            self._lifecycle.starting(episode.trajectory, StartupMode.PREWARMED)
         try:
             if script.reset_s:
                 await asyncio.sleep(script.reset_s)

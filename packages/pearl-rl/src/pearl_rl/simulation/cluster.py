@@ -38,6 +38,7 @@ from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, Simulati
 from pearl_rl.simulation.parameters import Parameters, load_parameters
 from pearl_rl.simulation.policies import injection, policy_setup
 from pearl_rl.simulation.prior import platform_prior, workload_prior
+from pearl_rl.simulation.prorsa import forecasting_for, windows_of
 from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
 from pearl_rl.simulation.runtime import Conversation, SimulatedRuntime
@@ -150,7 +151,8 @@ class SimulatedCluster:
                 WorkerFailed(now_s=loop.time(), worker=worker.id, incarnation=worker.incarnation, cause=cause)
             )
 
-        folder = self.folder
+        folder, forecasts = self.folder, forecasting_for(self.setup.policy)
+        trace = None if forecasts is None else forecasts.trace
         router = Router(
             runtime if folder is None else RecordedGeneration(runtime, folder.record_request),
             RouterLimits(
@@ -161,6 +163,7 @@ class SimulatedCluster:
                 stall_s=7200.0,
             ),
             on_fault=on_fault,
+            lifecycle=trace,
         )
         watch = Watch(predicted_makespan_s, loop.time)
         observer: Observer = watch
@@ -196,7 +199,7 @@ class SimulatedCluster:
         pipeline = pipeline_class(settings)(
             settings,
             router=router,
-            agent=SimulatedAgent(self.workload, conversations),
+            agent=SimulatedAgent(self.workload, conversations, trace),
             tasks=SimulatedTasks(),
             trainer=trainer,
             publish=publish,
@@ -205,6 +208,7 @@ class SimulatedCluster:
             tracker=refit,
             observer=observer,
             predicted_s=watch.predicted_step_s,
+            lifecycle=trace,
             **keep,
         )
 
@@ -217,6 +221,7 @@ class SimulatedCluster:
             asyncio.create_task(follow(), name="availability"),
             asyncio.create_task(refit.run(), name="refit"),
         ]
+        control += [] if forecasts is None else [forecasts.start(scheduler)]
         work = asyncio.create_task(pipeline.run(), name="pipeline")
         try:
             await asyncio.wait({work, control[0]}, return_when=asyncio.FIRST_COMPLETED)
@@ -262,6 +267,7 @@ class SimulatedCluster:
             training_busy_s=trainer.busy_s,
             reconfiguration_s={name: tuple(values) for name, values in watch.took.items()},
             origin=parameters.origin,
+            forecasts=windows_of(forecasts),
         )
 
     # ---- parts ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from pearl_rl.observer import StepRecord
+from pearl_rl.simulation.prorsa import ForecastWindow, admission_wape, prefill_wape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class SimulationResult:
     reconfiguration_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """`preparation`, `finalization`, `activation`, `deactivation` → how long each took, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)
+    forecasts: tuple[ForecastWindow, ...] = ()
+    """Under a policy that answers forecasts: each window's forecast beside what it had."""
 
     @property
     def throughput(self) -> float:
@@ -138,6 +141,8 @@ class SimulationResult:
             "prediction_wape": self.prediction_error,
             "rollout_gpu_s": self.rollout_gpu_s,
             "training_busy_s": self.training_busy_s,
+            "prefill_forecast_wape": prefill_wape(self.forecasts),
+            "admission_forecast_wape": admission_wape(self.forecasts),
             "counts": asdict(self.counts),
             "engines": asdict(self.engines),
             "reconfiguration_mean_s": {name: fmean(values) for name, values in self.reconfiguration_s.items()},

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pearl_executor.availability import TraceRow
 from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing
+from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa
 from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed, pearl, static_pd
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.rollout.pipeline_settings import Injection
@@ -35,12 +36,14 @@ def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRo
       (A + B); both never colocate, as in the paper's ablation. `pearl-no-borrowing`, `pearl-colocated`: less one part.
     - `tiderl`: a cluster of fixed size, colocated; training GPUs go to rollout whenever training waits for data.
       `…+tiderl`: that policy, with continuous injection (see `injection`).
+    - `prorsa`: reserved and preemptible GPUs, disaggregated, the ratio moved by forecasts inside a step, no borrowing.
+      `pearl+prorsa`: `pearl`, with that ratio inside a step.
     """
     name, cluster = scenario.policy.name, scenario.cluster
     policy, borrowing = _policy(scenario, costs)
     if scenario.policy.borrowing:
         borrowing = Borrowing(scenario.policy.borrowing)
-        policy = replace(policy, borrows=borrowing is not Borrowing.OFF)
+        policy = _borrowing(policy, borrows=borrowing is not Borrowing.OFF)
     reserved, preemptible = cluster.reserved_rollout_gpus, cluster.max_preemptible_gpus
     if name == "roll-large":
         reserved, preemptible = _large(scenario, trace), 0
@@ -59,7 +62,13 @@ def injection(scenario: Scenario) -> Injection:
     return Injection.CONTINUOUS if scenario.policy.name.split("+")[-1] == "tiderl" else Injection.BATCH
 
 
-def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[ModelPolicy, Borrowing]:
+def _borrowing(policy: ModelPolicy | InStepPolicy, *, borrows: bool) -> ModelPolicy | InStepPolicy:
+    if isinstance(policy, InStepPolicy):
+        return replace(policy, between=replace(policy.between, borrows=borrows))
+    return replace(policy, borrows=borrows)
+
+
+def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[ModelPolicy | InStepPolicy, Borrowing]:
     choice = scenario.policy
     name = choice.name.removesuffix(_TIDERL)
     settings = DecideSettings(model=choice.model)
@@ -73,6 +82,10 @@ def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[ModelPolicy, Borrow
         return replace(colocated_elastic(), name="rlboost"), Borrowing.OFF
     if name == "static-pd":
         return static_pd(Configuration.parse(choice.configuration)), Borrowing.OFF
+    if name == "prorsa":
+        return prorsa(costs), Borrowing.OFF
+    if name == "pearl+prorsa":
+        return pearl_prorsa(settings, costs), Borrowing.GATED
     borrowing, modes, expands = _PARTS[name]
     whole = replace(pearl(settings, costs), name=choice.name, modes=modes, expands=expands)
     return replace(whole, borrows=borrowing is not Borrowing.OFF), borrowing

@@ -26,8 +26,11 @@ PolicyName = Literal[
     "pearl-gated",
     "pearl-no-borrowing",
     "pearl-colocated",
+    "prorsa",
+    "pearl+prorsa",
     "tiderl",
     "pearl+tiderl",
+    "pearl+prorsa+tiderl",
 ]
 BUNDLED = ("paper-segment1", "paper-segment2", "paper-segment3", "paper-fixed", "webshop", "weka")
 """Names of the bundled scenarios."""
