@@ -101,6 +101,11 @@ def static_pd(configuration: Configuration) -> ModelPolicy:
     return ModelPolicy(name=f"static_{configuration}", borrows=False, configuration=configuration)
 
 
+def pinned(configuration: Configuration) -> ModelPolicy:
+    """Both kinds of elastic GPUs, with a person's configuration held whatever the model says."""
+    return ModelPolicy(name=f"pinned_{configuration}", configuration=configuration)
+
+
 def fixed(configuration: Configuration | None = None) -> ModelPolicy:
     """Reserved GPUs only, no borrowing; colocated, or as `configuration` says (as ROLL)."""
     modes = frozenset({Mode.COLOCATION}) if configuration is None else frozenset(Mode)

@@ -13,8 +13,7 @@ from pearl_executor.calls import Action
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.ports import WeightSnapshot, WorkerError
 from pearl_executor.runtimes.local.hosting import torch_recipe
-from pearl_executor.runtimes.local.processes import ForkServer, ProcessError
-from pearl_executor.runtimes.local.runtime import LocalRuntime
+from pearl_executor.runtimes.local.processes import ProcessError, ProcessServer
 from pearl_executor.weights import WeightStore
 from pearl_planner.elastic import ElasticState, initial_state
 from pearl_rl import parts
@@ -22,6 +21,7 @@ from pearl_rl.checkpoints import CheckpointWriter, find
 from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.engines import RolloutRuntime, rollout_runtime
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.observer import Observer, Observers, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import TextAgent
@@ -36,7 +36,7 @@ from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.tokenizer import TextTokenizer, build_word_tokenizer
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
 from pearl_rl.run_folder import RunFolder
-from pearl_rl.runtimes import open_processes, worker_runtime
+from pearl_rl.runtimes import open_processes
 from pearl_rl.settings import Settings
 from pearl_rl.summary import TrainSummary
 from pearl_rl.training.batch import TrainBatch
@@ -181,10 +181,11 @@ class _Run:
             self._observer.on_message(f"goes on after step {self._resumed.step} of {self._resumed.folder}")
         self._weights = WeightStore(folder.weights)
         await self._publish(self._trainer.newest)
-        runtime = worker_runtime(recipe, processes, parts.timeouts(settings), self._on_lost)
-        await stack.enter_async_context(runtime)
+        runtime = await stack.enter_async_context(
+            rollout_runtime(settings, recipe, processes, model_dir, folder.path / "workers", self._on_lost)
+        )
         self._wire(runtime, suite, tokenizer, model_dir)
-        self._source = parts.availability(settings)
+        self._source = parts.availability(settings, processes.nodes)
 
     async def _model(self, forks: ProcessServer, suite: EnvironmentSuite, model_dir: Path) -> TextTokenizer:
         """The tokenizer of the model; a tiny model is built first, from scratch."""
@@ -223,7 +224,9 @@ class _Run:
         self._observer.on_message(f"built a Qwen3 model of {parameters:,} parameters from scratch")
         return tokenizer
 
-    def _wire(self, runtime: LocalRuntime, suite: EnvironmentSuite, tokenizer: TextTokenizer, model_dir: Path) -> None:
+    def _wire(
+        self, runtime: RolloutRuntime, suite: EnvironmentSuite, tokenizer: TextTokenizer, model_dir: Path
+    ) -> None:
         """Connect control loop, executors, rollout and training."""
         settings = self._settings
         loop = asyncio.get_running_loop()

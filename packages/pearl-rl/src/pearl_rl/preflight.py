@@ -37,6 +37,8 @@ def check_parts(settings: Settings) -> None:
         raise SettingsError(f"environment.name = {environment.name}: {error}") from None
     if settings.run.resume_from:
         find(Path(settings.run.resume_from))
+    if settings.engine.kind == "sglang":
+        _check_sglang(settings)
     for build in (
         parts.pace,
         parts.limits,
@@ -59,12 +61,30 @@ def check_parts(settings: Settings) -> None:
             raise SettingsError(f"settings cannot be used: {error}") from None
 
 
+def _check_sglang(settings: Settings) -> None:
+    """The interpreter must have the SGLang that this package speaks to; asking it takes a moment."""
+    import asyncio
+
+    from pearl_executor.engines.sglang.launch import InterpreterLauncher, LaunchError
+    from pearl_rl.engines import sglang_options
+
+    try:
+        options = sglang_options(settings, Path(settings.model.path))
+        asyncio.run(InterpreterLauncher(options.interpreter).check())
+    except (ValueError, LaunchError) as error:
+        raise SettingsError(str(error)) from None
+
+
 def check_installed(settings: Settings) -> None:
     """Raise `CommandError` where a package that training needs is missing. Imports none of them."""
     if settings.cluster.runtime == "ray" and find_spec("ray") is None:
         raise CommandError(
             'cluster.runtime = "ray" needs the package ray, not installed here; run `uv sync --group ray` in the '
             "project's clone"
+        )
+    if settings.engine.kind == "sglang" and find_spec("aiohttp") is None:
+        raise CommandError(
+            'engine.kind = "sglang" needs the package aiohttp, not installed here; install pearl-rl[sglang]'
         )
     missing = [name for name in ("torch", "transformers", "tokenizers") if find_spec(name) is None]
     if missing:

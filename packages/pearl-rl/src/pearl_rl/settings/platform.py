@@ -7,10 +7,33 @@ from pydantic import Field
 from pearl_rl.settings.job import Section
 
 
+class SglangSettings(Section):
+    """`[engine.sglang]`: SGLang servers as workers, where `engine.kind = "sglang"`."""
+
+    interpreter: list[str] = Field(
+        description='command of a Python that has SGLang 0.5.23, or of a container\'s: ["/opt/sglang/bin/python"]; '
+        "{name} and {gpus} stand for the worker's name and GPUs"
+    )
+    kill_command: list[str] = Field(description="command that ends a container after its client was killed")
+    host: str = Field(min_length=1, description="address that servers listen on and are reached at")
+    memory_fraction: float = Field(ge=0, lt=1, description="part of a GPU for weights and KV; 0 leaves it to SGLang")
+    transfer_backend: Literal["mooncake", "mooncake_tcp"] = Field(description="KV hand-over: over RDMA, or over TCP")
+    load_format: Literal["auto", "dummy"] = Field(
+        description="what a server loads first; dummy skips it, since new weights follow before it serves"
+    )
+    weights: Literal["disk", "tensor", "distributed"] = Field(
+        description="way of new weights: the snapshot's folder, shared memory, or a collective group"
+    )
+    gated: bool = Field(description="start the servers of training GPUs early and hold them before they take memory")
+    silence_s: float = Field(gt=0, description="a server without an answer for so long counts as hung, seconds")
+    extra_args: list[str] = Field(description="more arguments of SGLang's command line")
+    env: list[str] = Field(description="more environment variables, each NAME=VALUE")
+
+
 class EngineSettings(Section):
     """`[engine]`: the inference engine of one rollout worker."""
 
-    kind: Literal["torch"] = Field(description="engine that workers run")
+    kind: Literal["torch", "sglang"] = Field(description="engine that workers run: the embedded one, or SGLang")
     device: Literal["cpu", "cuda"] = Field(description="what engines and training compute on")
     max_running: int = Field(ge=1, le=100_000, description="requests in prefill or decode at a time on one worker")
     kv_tokens: int = Field(
@@ -18,6 +41,7 @@ class EngineSettings(Section):
     )
     prefill_chunk_tokens: int = Field(ge=1, description="most prompt tokens of one prefill iteration")
     threads: int = Field(ge=1, le=1_024, description="CPU threads of one worker's engine")
+    sglang: SglangSettings = Field(description='SGLang servers, where kind = "sglang"')
 
 
 class RaySettings(Section):

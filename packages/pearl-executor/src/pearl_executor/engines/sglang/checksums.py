@@ -19,6 +19,9 @@ _FUSED: Final[Mapping[str, tuple[str, ...]]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _PART_OF: Final = {part: fused for fused, parts in _FUSED.items() for part in parts}
+_VOCABULARY: Final = ("model.embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_ROWS: Final = 64
+"""SGLang pads these with rows of zeros to a multiple of this."""
 _BLOCK: Final = 1 << 20
 _TORCH_DTYPES: Final = {
     "F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16",
@@ -47,15 +50,18 @@ def expected_checksums(folder: Path, dtype: str) -> dict[str, str]:
     Empty where a file holds another dtype: SGLang would convert it. Raises `WorkerError` for files that are not whole.
     """
     places: dict[str, Place] = {}
-    for name, kind, _, place in _tensors(folder):
+    padding: dict[str, int] = {}
+    for name, kind, shape, place in _tensors(folder):
         if kind != dtype:
             return {}
         places[name] = place
+        if name in _VOCABULARY:
+            padding[name] = -shape[0] % _VOCABULARY_ROWS * ((place[2] - place[1]) // shape[0])
     found: dict[str, str] = {}
     for name, place in places.items():
         head, part, tail = _split(name)
         if part is None:
-            found[name] = _digest([place])
+            found[name] = _digest([place], padding.get(name, 0))
             continue
         fused = _PART_OF[part]
         names = [f"{head}{p}{tail}" for p in _FUSED[fused]]
@@ -72,11 +78,12 @@ def _split(name: str) -> tuple[str, str | None, str]:
     return name, None, ""
 
 
-def _digest(places: list[Place]) -> str:
+def _digest(places: list[Place], zeros: int = 0) -> str:
     digest = hashlib.sha256()
     for place in places:
         for block in _blocks(place):
             digest.update(block)
+    digest.update(bytes(zeros))
     return digest.hexdigest()[:16]
 
 

@@ -97,6 +97,7 @@ class SglangServer:
 
     async def give_up(self, cause: str) -> WorkerLostError:
         """End the server now, and return the error to raise."""
+        self.ending = True
         self.open.clear()
         await self.process.end(0.0)
         return self.lost(cause)
