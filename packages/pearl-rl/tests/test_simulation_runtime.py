@@ -153,6 +153,26 @@ def test_either_side_of_a_pair_can_be_interrupted_at_any_time_and_both_are_free_
         assert finish is Finish.INTERRUPTED or tokens == 300
 
 
+def test_what_a_prefill_worker_was_sending_when_it_was_interrupted_never_arrives() -> None:
+    async def main():
+        lab = Lab(bytes_per_s=1e9)
+        p, d = worker(0, Role.PREFILL), worker(1, Role.DECODE)
+        await lab.up(p, d)
+        running = asyncio.ensure_future(lab.runtime.generate_pair(p, d, call(prompt=4000, new=1), lab.chunk))
+        await asyncio.sleep(COSTS.prefill_s([(4000, 0)], 1) + 0.01)
+        await lab.runtime.interrupt(p)
+        result = await running
+        assert result.finish is Finish.INTERRUPTED
+        assert len(result.tokens) == 0
+        await asyncio.sleep(60.0)
+        assert lab.chunks == []
+        assert (await lab.runtime.samples(d)).generated_tokens == 0
+        whole = await lab.runtime.generate_pair(p, d, call("t1.0.2", prompt=4000, new=5), lab.chunk)
+        assert len(whole.tokens) == 5
+
+    run_virtual(main())
+
+
 def test_a_killed_worker_fails_its_calls_and_names_itself() -> None:
     async def main():
         lab = Lab()

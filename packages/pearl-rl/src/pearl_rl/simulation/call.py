@@ -99,9 +99,10 @@ class SimulatedCall:
 
     def on_interrupted(self, process: SimulatedProcess, request: EngineRequest) -> None:
         """See `EngineListener`. The other side of a pair is freed too."""
+        # A hand-over that is under way ends with either side: what would arrive belongs to nobody.
+        self._end_prefill()
         if request is self.on_decode:
             self._deliver(request.generated - self._delivered, process.version or 0)
-            self._end_prefill()
         else:
             self._end_decode()
         self._resolve(Finish.INTERRUPTED)
