@@ -57,7 +57,7 @@ def sglang_options(settings: Settings, model_dir: Path) -> SglangOptions:
         decode_graph_gb=None if engine.device == "cuda" else 0.0,
         gpus_per_worker=settings.cluster.gpus_per_worker,
         extra_args=tuple(chosen.extra_args),
-        env=dict(entry.split("=", 1) for entry in chosen.env),
+        env=dict(entry.split("=", 1) for entry in chosen.variables),
         kill_command=tuple(chosen.kill_command),
         seed=settings.run.seed,
     )

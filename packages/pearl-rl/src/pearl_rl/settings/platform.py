@@ -27,7 +27,7 @@ class SglangSettings(Section):
     gated: bool = Field(description="start the servers of training GPUs early and hold them before they take memory")
     silence_s: float = Field(gt=0, description="a server without an answer for so long counts as hung, seconds")
     extra_args: list[str] = Field(description="more arguments of SGLang's command line")
-    env: list[str] = Field(description="more environment variables, each NAME=VALUE")
+    variables: list[str] = Field(description="more environment variables, each NAME=VALUE")
 
 
 class EngineSettings(Section):

@@ -239,9 +239,9 @@ def _sglang(settings: Settings) -> Iterator[Contradiction]:
             f'engine.kind="sglang" starts servers on this machine, not on "{settings.cluster.runtime}"; '
             'use cluster.runtime="local"',
         )
-    for entry in engine.sglang.env:
+    for entry in engine.sglang.variables:
         if "=" not in entry:
-            yield Contradiction(("engine.sglang.env",), f'"{entry}" is no variable; write it as NAME=VALUE')
+            yield Contradiction(("engine.sglang.variables",), f'"{entry}" is no variable; write it as NAME=VALUE')
 
 
 _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (

@@ -28,6 +28,7 @@ class Canaries:
     calls: Calls
     journal: Journal
     _proven: set[Pair] = field(default_factory=set[Pair])
+    _trying: dict[Pair, asyncio.Task[None]] = field(default_factory=dict[Pair, "asyncio.Task[None]"])
 
     async def check(self, server: SglangServer, living: list[SglangServer]) -> int:
         """Try every pair of `server` with a living counterpart. Returns how many were tried.
@@ -37,15 +38,29 @@ class Canaries:
         other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(server.role)
         peers = [s for s in living if s.role is other and not s.released and s is not server]
         pairs = [(server, p) if server.role is Role.PREFILL else (p, server) for p in peers]
-        fresh = [pair for pair in pairs if _key(*pair) not in self._proven]
-        await asyncio.gather(*(self._try(*pair) for pair in fresh))
+        # One that is just being brought to other weights is tried when the pair is first used.
+        fresh = [(p, d) for p, d in pairs if _key(p, d) not in self._proven and p.version == d.version]
+        await asyncio.gather(*(self.prove(*pair) for pair in fresh))
         return len(fresh)
 
-    async def _try(self, prefill: SglangServer, decode: SglangServer) -> None:
-        if prefill.version != decode.version:
-            # One of them is being brought to other weights; whoever comes second checks the pair.
-            return
+    async def prove(self, prefill: SglangServer, decode: SglangServer) -> None:
+        """Return once this pair was seen to work. Raises `TransferError` where it does not."""
         key = _key(prefill, decode)
+        if key in self._proven:
+            return
+        trying = self._trying.get(key)
+        if trying is None:
+            trying = self._trying[key] = asyncio.create_task(self._try(prefill, decode))
+            trying.add_done_callback(lambda task: self._tried(key, task))
+        # Whoever gives up waiting leaves the canary to the others.
+        await asyncio.shield(trying)
+
+    def _tried(self, key: Pair, task: "asyncio.Task[None]") -> None:
+        del self._trying[key]
+        if not task.cancelled() and task.exception() is None:
+            self._proven.add(key)
+
+    async def _try(self, prefill: SglangServer, decode: SglangServer) -> None:
         prompt = [secrets.randbelow(_VOCABULARY) for _ in range(_PROMPT_TOKENS)]
         request = GenerateRequest(
             rid=f"canary-{secrets.token_hex(8)}", prompt=prompt, max_new_tokens=2, sampling=Sampling(temperature=0.0)
@@ -58,7 +73,6 @@ class Canaries:
             raise TransferError(f"canary from {prefill} to {decode}: {error}") from error
         if len(result.tokens) != 2:
             raise TransferError(f"canary from {prefill} to {decode} brought {len(result.tokens)} of 2 tokens")
-        self._proven.add(key)
         self.journal.write(
             "canary", prefill.id, prefill.incarnation, decode=decode.id, duration_s=loop.time() - began_s
         )

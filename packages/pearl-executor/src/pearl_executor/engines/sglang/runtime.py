@@ -246,6 +246,7 @@ class SglangRuntime:
     ) -> GenerateResult:
         """Prefill on one server, decode on the other; SGLang moves the KV itself."""
         source, target = self._fleet.server(prefill), self._fleet.server(decode)
+        await self._canaries.prove(source, target)
         result = await self._calls.pair(source, target, request, on_chunk)
         self._fleet.meter(source).cached_tokens += result.cached_tokens
         self._count(target, result)
