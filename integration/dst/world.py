@@ -18,6 +18,7 @@ from pearl_executor.testing import FakeTraining, FakeWeights, FakeWorkers, Fault
 from pearl_executor.virtual_time import run_virtual
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
 from pearl_planner.policies import pearl
+from pearl_rl.control.liveness import StallProbe
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.encoding import encode_event, json_line
 from pearl_rl.rollout.agent import AgentLimits, TextAgent
@@ -256,7 +257,8 @@ class Life:
         self.gate = TrainingGate()
         calls = Calls(machine.workers)
         limits = RouterLimits(serving=ServingLimits(), no_worker_s=2000.0, stall_s=30.0, abort_s=2.0)
-        self.router = Router(calls, limits, on_fault=self.fault)
+        self.stalls = StallProbe(machine.workers, lambda event: self.scheduler.post(event), probe_s=LIMITS.probe_s)
+        self.router = Router(calls, limits, on_fault=self.fault, on_stall=self.stalls.suspect)
         calls.table = lambda: self.scheduler.state.table
         self.executor = ElasticExecutor(machine.workers, machine.training, machine.weights, LIMITS)
         self.answers = Answers(self.executor)
@@ -352,6 +354,7 @@ class Life:
             self.scheduler.stop()
             ended = await asyncio.gather(control, happenings, pipeline, return_exceptions=True)
             await self.router.aclose()
+            await self.stalls.aclose()
             for error in ended[:2]:
                 if isinstance(error, Exception):
                     raise error

@@ -18,6 +18,7 @@ from pearl_executor.weights import WeightStore
 from pearl_planner.elastic import ElasticState, initial_state
 from pearl_rl import parts
 from pearl_rl.checkpoints import CheckpointWriter, find
+from pearl_rl.control.liveness import StallProbe
 from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
@@ -232,7 +233,9 @@ class _Run:
         loop = asyncio.get_running_loop()
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         generation = RecordedGeneration(runtime, self._folder.record_request)
-        self._router = Router(generation, parts.router_limits(settings), on_fault=self._on_fault)
+        self._stalls = StallProbe(runtime, self._post, probe_s=settings.limits.executor.probe_s)
+        limits = parts.router_limits(settings)
+        self._router = Router(generation, limits, on_fault=self._on_fault, on_stall=self._stalls.suspect)
         gate = TrainingGate()
         prior = parts.prior_platform(settings, config)
         state = initial_state(
@@ -311,6 +314,7 @@ class _Run:
             self._scheduler.stop()
             await asyncio.gather(pipeline, *tasks, return_exceptions=True)
             await self._router.aclose()
+            await self._stalls.aclose()
 
     def _on_step(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:
         self._recorder.on_step(event, state, effects)
@@ -335,6 +339,9 @@ class _Run:
     def _on_lost(self, worker: WorkerId, incarnation: int, cause: str) -> None:
         now_s = asyncio.get_running_loop().time()
         self._scheduler.post(WorkerFailed(now_s=now_s, worker=worker, incarnation=incarnation, cause=cause))
+
+    def _post(self, event: Event) -> None:
+        self._scheduler.post(event)
 
     def _on_fault(self, worker: Worker, cause: str) -> None:
         self._on_lost(worker.id, worker.incarnation, cause)

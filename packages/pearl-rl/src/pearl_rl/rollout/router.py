@@ -58,7 +58,8 @@ class RouterLimits:
 class Router:
     """Dispatches model calls. One per run; everything happens in the run's event loop.
 
-    `on_fault(worker, cause)` is told of a serving worker that is lost or broke the weight-version contract.
+    `on_fault(worker, cause)` is told of a serving worker that is lost or broke the weight-version contract,
+    `on_stall(worker, cause, failures)` of one on which an attempt stood still, with its failures in a row.
     `lifecycle` is told of the phases of each call.
     """
 
@@ -68,11 +69,13 @@ class Router:
         limits: RouterLimits | None = None,
         on_fault: Callable[[Worker, str], None] | None = None,
         lifecycle: LifecycleTrace | None = None,
+        on_stall: Callable[[Worker, str, int], None] = lambda _worker, _cause, _failures: None,
     ) -> None:
         self._lifecycle = lifecycle
         self._port = generation
         self._limits = RouterLimits() if limits is None else limits
         self._on_fault = on_fault
+        self._on_stall = on_stall
         self._serving = ServingSet(self._limits.serving)
         self._homes: dict[TrajectoryId, Home] = {}
         self._waiters: dict[asyncio.Future[None], None] = {}
@@ -313,6 +316,9 @@ class Router:
                 statistics.failed_attempts += 1
             for slot in attempt.route.slots:
                 slot.failed(now_s, self._limits.serving)
+                if ending is Ending.STALLED and not slot.closed and not slot.fenced:
+                    cause = f"{attempt.request.rid}: no token for {self._limits.stall_s:g} s"
+                    self._on_stall(slot.worker, cause, slot.failures)
         return self._resume(attempt, failing)
 
     def _lost(self, attempt: Attempt, error: Exception | None, now_s: float) -> None:
