@@ -1,6 +1,10 @@
 """The explorer itself: what it plays is repeatable, what it finds is small, and every kind of happening occurs."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from dst.explore import describe, failure
 from dst.script import _DRAWS, Op, Script, draw, shrink
@@ -73,3 +77,11 @@ def test_scripts_reach_all_events_and_effects_that_a_run_without_people_and_refi
         "GrantTraining",
         "ReturnGpus",
     }
+
+
+FOUND = [json.loads(line) for line in Path(__file__).with_name("found.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: found["what"].replace(" ", "_"))
+def test_what_broke_once_holds(found) -> None:
+    play(Script.from_json(json.dumps(found["script"])))

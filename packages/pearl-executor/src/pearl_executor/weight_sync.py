@@ -29,6 +29,8 @@ class WeightSync:
         self._workers = workers
         self._source = source
         self._loads: dict[tuple[WorkerId, int], asyncio.Task[int]] = {}
+        self._in_doubt: dict[WorkerId, tuple[int, CallError]] = {}
+        """Slot → the incarnation whose last load never answered, and how that was found: it may still be loading."""
 
     def newest_version(self) -> int:
         """The newest published version. Raises `CallError` where the source has none."""
@@ -44,6 +46,8 @@ class WeightSync:
             await asyncio.wait({under_way})
             if not under_way.cancelled() and under_way.exception() is None and under_way.result() >= version:
                 return under_way.result()
+        if (doubt := self._in_doubt.get(worker.id)) is not None and doubt[0] == worker.incarnation:
+            raise CallError(f"{doubt[1]}; it may still be loading", FailureKind.REFUSED)
         task = asyncio.ensure_future(self._load(worker, version, limit_s))
         self._loads[key] = task
         task.add_done_callback(lambda done: self._ended(key, done))
@@ -75,8 +79,11 @@ class WeightSync:
 
     def _ended(self, key: tuple[WorkerId, int], task: "asyncio.Task[int]") -> None:
         del self._loads[key]
-        if not task.cancelled():
-            task.exception()  # its waiters may have gone; nobody must be told then
+        if task.cancelled():
+            return
+        error = task.exception()  # its waiters may have gone; nobody must be told then
+        if isinstance(error, CallError) and error.kind is FailureKind.EXPIRED:
+            self._in_doubt[key[0]] = (key[1], error)
 
     async def _load(self, worker: Worker, version: int, limit_s: float) -> int:
         for reloads_left in reversed(range(1 + RELOADS)):
