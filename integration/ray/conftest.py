@@ -1,0 +1,57 @@
+"""A Ray cluster of several nodes on this machine, with tokens on, for the tests of this folder."""
+
+import contextlib
+import os
+import secrets
+from importlib.util import find_spec
+
+import pytest
+
+BASE, ELASTIC = {"pearl.zone": "base"}, {"pearl.zone": "elastic"}
+
+
+class Nodes:
+    """A cluster whose nodes come, drain and go."""
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster()
+        self._cluster.add_node(num_cpus=2, num_gpus=4, labels=BASE, include_dashboard=False)
+        self.address = self._cluster.address
+
+    def join(self, gpus):
+        return self._cluster.add_node(num_cpus=1, num_gpus=gpus, labels=ELASTIC)
+
+    def drain(self, node, within_s):
+        """What `ray drain-node` does: say when the node will be gone. Ray itself does not take it away."""
+        import time
+
+        from ray._raylet import GcsClient
+
+        reason = 2  # DRAIN_NODE_REASON_PREEMPTION
+        deadline_ms = int((time.time() + within_s) * 1000)  # noqa: TID251 - Ray's deadlines are wall times
+        accepted, why = GcsClient(address=self.address).drain_node(node.node_id, reason, "spot", deadline_ms)
+        assert accepted, why
+
+    def take_away(self, node):
+        """The machine goes at once, without a word."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self):
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def nodes():
+    if find_spec("ray") is None:
+        pytest.skip("needs the ray extra")
+    # Before ray is imported: it reads them then.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with contextlib.closing(Nodes()) as cluster:
+        yield cluster
