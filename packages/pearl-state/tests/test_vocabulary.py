@@ -144,7 +144,6 @@ POSITIVE = {
     "kv_bytes_per_token",
     "transfer_bytes_per_s",
 }
-FRACTIONS = {"moved_fraction", "pair_moved_fraction", "renewed_fraction"}
 NUMBERS = [
     (profile, base, item.name)
     for profile, base in ((WorkloadProfile, WORKLOAD), (PlatformProfile, PLATFORM))
@@ -165,12 +164,7 @@ def test_every_number_of_a_profile_is_checked(profile: type, base: dict[str, Any
             profile(**{**base, name: 0})
     else:
         profile(**{**base, name: 0})
-    if name in FRACTIONS:
-        with pytest.raises(ProfileError, match="must be at most 1"):
-            profile(**{**base, name: 1.5})
-        assert getattr(profile(**{**base, name: 1}), name) == 1
-    else:
-        assert getattr(profile(**{**base, name: 3}), name) == 3
+    assert getattr(profile(**{**base, name: 3}), name) == 3
 
 
 @given(st.lists(st.floats(-0.5, 1.5), max_size=6))

@@ -4,9 +4,9 @@ Added to the printed equations (symbols as in `makespan`):
 
 - *Prefix-cache capacity.* A worker keeps the contexts of `prefix_capacity_tokens / context_tokens` trajectories.
   hit = min(1, workers·cap/B); on a miss the whole context is prefilled again instead of ΔL.
-- *Lost prefixes.* Trajectories move to less loaded workers, and newer weights void what caches hold: of what a cache
-  could hold, `moved_fraction`·(1 − 1/n) on n workers (between prefill workers `pair_moved_fraction`) and
-  `renewed_fraction` are prefilled again.
+- *Lost and shared prefixes.* Trajectories move to less loaded workers, and newer weights void what caches hold: of what
+  a cache could hold, `moved_fraction`·(1 − 1/n) on n workers (between prefill workers `pair_moved_fraction`) and
+  `renewed_fraction` are prefilled again. `shared_tokens` a turn are found, which others of the group asked for.
 - *Work and path apart.* S belongs to the slowest trajectory; the work of a step is that of all of them. Where
   `active_by_turn` is known turn i has B·active_by_turn[i] trajectories; where only `mean_turns` is known, their sum.
 - *Turn by turn.* Each group of turns has its own number of trajectories, so that a prefill pool that is too small early
@@ -136,9 +136,9 @@ class ExtendedModel:
         self._groups = turn_groups(workload)
         self._work = math.fsum(count * running for count, running in self._groups)
         prefill = platform.prefill_per_token_s
-        self._per_prompt = workload.new_prompt_tokens * prefill
+        self._per_prompt = max(0.0, workload.new_prompt_tokens - workload.shared_tokens) * prefill
         self._pair_prompt = self._per_prompt + workload.retained_tokens * prefill
-        context = workload.context_tokens * prefill
+        context = max(0.0, workload.context_tokens - workload.shared_tokens) * prefill
         # What a cache holds at best when a turn begins: all that came before; of that what a prefill worker computed.
         self._kept = max(0.0, context - self._per_prompt)
         self._pair_kept = max(0.0, context - self._pair_prompt)
@@ -177,6 +177,7 @@ class ExtendedModel:
             and not self._outside
             and not self._handover
             and not workload.retained_tokens
+            and not workload.shared_tokens
             and not ((self._moved or self._pair_moved or self._renewed) and self._kept)
             and len(self._groups) == 1
             and self._work == turns * workload.batch
@@ -188,7 +189,7 @@ class ExtendedModel:
         Trajectories move because another worker has less to do, so never so often that `workers` of them get less done
         than one.
         """
-        moved *= 1.0 - 1.0 / workers
+        moved = min(1.0, moved) * (1.0 - 1.0 / workers)
         if moved * kept_s > (workers - 1) * prompt_s:
             moved = (workers - 1) * prompt_s / kept_s
         return min(1.0, moved + self._renewed)

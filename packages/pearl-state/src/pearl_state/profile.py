@@ -55,7 +55,11 @@ class WorkloadProfile:
     pair_moved_fraction: float = 0.0
     """The same between prefill workers under disaggregation, where the choice weighs queues and not only requests."""
     renewed_fraction: float = 0.0
-    """Part of the prefixes in caches that newer weights void before they are used. 0 where unknown."""
+    """Part of the prefixes in caches that is void for another reason: newer weights, prompts that rewrite what came
+    before, eviction. 0 where unknown."""
+    shared_tokens: float = 0.0
+    """Mean tokens of a turn's prompt that a cache holds although the trajectory never asked for them: the first prompt
+    of its group, tokens. 0 where unknown."""
     active_by_turn: tuple[float, ...] = ()
     """Fraction of the batch's trajectories that reach turn 1, 2, …; empty where unknown. First is 1, never rises."""
     origin: Mapping[str, str] = field(default_factory=dict)
@@ -63,11 +67,7 @@ class WorkloadProfile:
 
     def __post_init__(self) -> None:
         """Raise `ProfileError` for NaN, infinities, negatives, or an empty batch."""
-        positive, fractions = (
-            {"batch", "turns", "response_tokens"},
-            {"moved_fraction", "pair_moved_fraction", "renewed_fraction"},
-        )
-        _check(self, frozenset(positive), frozenset(fractions))
+        _check(self, frozenset({"batch", "turns", "response_tokens"}), frozenset())
         if any(not 0 <= a <= 1 for a in self.active_by_turn) or list(self.active_by_turn) != sorted(
             self.active_by_turn, reverse=True
         ):

@@ -76,3 +76,5 @@ class TurnSample:
     environment_s: float
     last: bool
     """Whether the trajectory ended with this turn."""
+    cached_tokens: int | None = None
+    """Part of the context that the prefix cache of who computed it held; None where nobody told."""

@@ -74,6 +74,8 @@ class Turn:
     """How often the generation was interrupted and resumed from its prefix."""
     retained_tokens: int | None = None
     """Response tokens that stay in the next turn's context, where reasoning is dropped from it; None: all of them."""
+    cached_tokens: int | None = None
+    """Context tokens that prefix caches held; None where nobody told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

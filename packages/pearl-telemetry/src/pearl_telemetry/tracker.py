@@ -23,9 +23,13 @@ _OPTIONAL = {
     "bubble_ratio": "nobody told the decoding fraction",
     "moved_fraction": "too few workers to choose from, or no trajectory came again",
     "pair_moved_fraction": "too few prefill workers to choose from, or no trajectory came again",
-    "renewed_fraction": "no trajectory came again",
+    "renewed_fraction": "nobody told what caches held",
+    "shared_tokens": "nobody told what caches held",
 }
 """Those that a step may lack → why."""
+
+_CHOICE = 0.4
+"""Least chance of meeting another worker at which moves between workers say something: two of them give a half."""
 
 
 @dataclass(slots=True)
@@ -44,6 +48,40 @@ class _Step:
     pauses: int = 0
     pause_s: float = 0.0
     slowest_environment_s: float = 0.0
+    told: bool = True
+    """Whether all turns say what caches held."""
+    first_cached_tokens: int = 0
+    later_cached_tokens: int = 0
+    before_tokens: int = 0
+    """Context before the new prompt, of all turns but first ones."""
+    before_retained_tokens: int = 0
+    """Part of it that the turn right before generated."""
+
+    def look_up(self, samples: Sequence[TurnSample]) -> None:
+        """Take in what caches held for the turns of a trajectory."""
+        retained = 0
+        for sample in samples:
+            if sample.cached_tokens is None:
+                self.told = False
+                return
+            if sample.turn == 0:
+                self.first_cached_tokens += sample.cached_tokens
+            else:
+                self.later_cached_tokens += sample.cached_tokens
+                self.before_tokens += sample.context_tokens - sample.new_prompt_tokens
+                self.before_retained_tokens += retained
+            retained = sample.retained_tokens
+
+    def prefixes(self, paired: bool, moved: float) -> dict[str, float]:
+        """`shared_tokens` and `renewed_fraction`: what caches lacked beyond the part that trajectories left behind."""
+        if not self.told:
+            return {}
+        values = {"shared_tokens": self.first_cached_tokens / self.turns}
+        # A prefill worker never saw the response before: lacking it is no loss.
+        held = self.before_tokens - (self.before_retained_tokens if paired else 0)
+        if held > 0:
+            values["renewed_fraction"] = min(1.0, max(0.0, 1.0 - self.later_cached_tokens / held - moved))
+        return values
 
 
 class RuntimeTracker:
@@ -67,6 +105,7 @@ class RuntimeTracker:
         step = self._steps.setdefault(samples[0].step, _Step())
         environment_s = sum(sample.environment_s for sample in samples)
         total_s = environment_s + sum(s.prefill_s + s.decode_s + s.queue_s for s in samples)
+        step.look_up(samples)
         step.turns_of.append(len(samples))
         step.turns += len(samples)
         for sample in samples:
@@ -92,15 +131,16 @@ class RuntimeTracker:
         makespan_s: float,
         decoding_fraction: float | None,
         borrowed: bool = False,
-        moved_fraction: float | None = None,
-        pair_moved_fraction: float | None = None,
-        renewed_fraction: float | None = None,
+        paired: bool | None = None,
+        moved: float | None = None,
+        choice: float = 0.0,
     ) -> None:
         """A batch of `batch` trajectories completed after `makespan_s` seconds.
 
-        `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; `moved_fraction`,
-        `pair_moved_fraction` and `renewed_fraction` are those of `WorkloadProfile`; None where nobody measured it.
-        Turns of earlier steps that were never finished are forgotten.
+        `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; None where nobody
+        measured it. `paired` says whether the step ran under disaggregation (None: under both modes), `moved` which
+        part of prefixes trajectories left behind on other workers, and `choice` the chance that a worker taken at
+        random is another one. Turns of earlier steps that were never finished are forgotten.
         """
         seen = self._steps.pop(step, None)
         self._steps = {number: sums for number, sums in self._steps.items() if number > step}
@@ -123,12 +163,10 @@ class RuntimeTracker:
         }
         if decoding_fraction is not None and 0 < decoding_fraction <= 1:
             values["bubble_ratio"] = (1 - decoding_fraction) / decoding_fraction
-        lost = {
-            "moved_fraction": moved_fraction,
-            "pair_moved_fraction": pair_moved_fraction,
-            "renewed_fraction": renewed_fraction,
-        }
-        values |= {name: fraction for name, fraction in lost.items() if fraction is not None}
+        if paired is not None:
+            values |= seen.prefixes(paired, moved or 0.0)
+            if moved is not None and choice >= _CHOICE:
+                values["pair_moved_fraction" if paired else "moved_fraction"] = min(1.0, moved / choice)
         count = len(seen.turns_of)
         reach = [sum(n > turn for n in seen.turns_of) / count for turn in range(max(seen.turns_of))]
         self._ema.observe(values, reach)
@@ -170,6 +208,7 @@ class RuntimeTracker:
             moved_fraction=moved["moved_fraction"],
             pair_moved_fraction=moved["pair_moved_fraction"],
             renewed_fraction=ema.get("renewed_fraction", 0.0),
+            shared_tokens=ema.get("shared_tokens", 0.0),
             active_by_turn=ema.fractions,
             origin=measured,
         )

@@ -24,9 +24,6 @@ _STEPS: Final = 8
 _MEMORY: Final = 20
 """Steps after which a mode's measured cost per turn is forgotten."""
 
-_CHOICE: Final = 0.4
-"""Least chance of meeting another worker at which moves between workers say something: two of them give a half."""
-
 
 class StepSegments:
     """The configurations that one step runs under, and for how long. Times are on the run's clock, seconds."""
@@ -59,16 +56,17 @@ class StepSegments:
         self._since_s = now_s
 
 
-def _at_many_workers(moved: float | None, segments: Sequence[tuple[Configuration, float]], mode: Mode) -> float | None:
-    """The part of prefixes that moves would cost among very many workers in `mode`.
+def _pools(segments: Sequence[tuple[Configuration, float]]) -> tuple[bool | None, float]:
+    """Whether a step ran under disaggregation throughout, and the chance that a random worker is another one.
 
-    None where the step did not run in that mode throughout, or too few workers could be chosen from.
+    (None, 0) where it ran under both modes.
     """
+    modes = {configuration.mode for configuration, _ in segments}
     total_s = sum(seconds for _, seconds in segments)
-    if moved is None or not total_s or any(c.mode is not mode for c, _ in segments):
-        return None
-    choice = sum(seconds * (1.0 - 1.0 / (c.prefill or c.colocated)) for c, seconds in segments) / total_s
-    return min(1.0, moved / choice) if choice >= _CHOICE else None
+    if len(modes) != 1 or not total_s:
+        return None, 0.0
+    chance = sum(seconds * (1.0 - 1.0 / (c.prefill or c.colocated)) for c, seconds in segments) / total_s
+    return modes == {Mode.DISAGGREGATION}, chance
 
 
 class Sampled(Protocol):
@@ -119,20 +117,20 @@ class Refit:
         makespan_s: float,
         decoding_fraction: float | None,
         borrowed: bool,
-        prefixes: tuple[float, float] | None,
+        moved_fraction: float | None,
     ) -> None:
         """A batch is complete: the profile is renewed in the background."""
         segments = self._step.finish(asyncio.get_running_loop().time())
-        moved, renewed = (None, None) if prefixes is None else prefixes
+        paired, choice = _pools(segments)
         self._tracker.finish_step(
             step=step,
             batch=batch,
             makespan_s=makespan_s,
             decoding_fraction=decoding_fraction,
             borrowed=borrowed,
-            moved_fraction=_at_many_workers(moved, segments, Mode.COLOCATION),
-            pair_moved_fraction=_at_many_workers(moved, segments, Mode.DISAGGREGATION),
-            renewed_fraction=renewed,
+            paired=paired,
+            moved=moved_fraction,
+            choice=choice,
         )
         # A moment in which nobody served, or a transition mixed both modes, cannot be explained by the model.
         if sum(seconds for _, seconds in segments) > 0.9 * makespan_s:

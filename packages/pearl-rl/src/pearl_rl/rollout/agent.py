@@ -179,6 +179,7 @@ class _Play:
                 started_s=result.started_s,
                 finished_s=result.finished_s,
                 interruptions=result.interruptions,
+                cached_tokens=result.cached_tokens,
             )
         )
         self.reward += outcome.reward
@@ -228,6 +229,7 @@ def turn_samples(trajectory: Trajectory, step: int) -> tuple[TurnSample, ...]:
                 queue_s=turn.queue_s,
                 environment_s=turn.environment_s,
                 last=last,
+                cached_tokens=None if turn.cached_tokens is None else min(context, turn.cached_tokens),
             )
         )
         context += retained

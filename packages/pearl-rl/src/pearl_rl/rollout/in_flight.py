@@ -58,7 +58,6 @@ class InFlight:
             statistics.prefixes.count(
                 tokens=home.tokens,
                 there=home.decode is decode if prefill is None else home.prefill is prefill,
-                found=first.homes.get(home.trajectory, 0),
             )
             home.move(attempt.route, context_tokens)
         self._meter.advance(attempt.last_at_s)

@@ -271,7 +271,7 @@ class PipelineScheduler:
             makespan_s=batch.makespan_s,
             decoding_fraction=(self._router.concurrency() - batch.mark.concurrency).decoding_fraction,
             borrowed=batch.borrowed,
-            prefixes=(self._router.statistics.prefixes - batch.mark.prefixes).fractions,
+            moved_fraction=self._router.statistics.prefixes.since(batch.mark.prefixes),
         )
         self._post(RolloutFinished(now_s=now_s, step=batch.step, makespan_s=batch.makespan_s, borrowed=batch.borrowed))
 

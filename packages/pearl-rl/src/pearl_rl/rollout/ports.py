@@ -60,10 +60,10 @@ class RolloutTracker(Protocol):
         makespan_s: float,
         decoding_fraction: float | None,
         borrowed: bool,
-        prefixes: tuple[float, float] | None,
+        moved_fraction: float | None,
     ) -> None:
         """The last trajectory of a batch completed; `decoding_fraction` is f, None where nothing was measured.
 
-        `prefixes` are the parts of prefixes in caches that moves and newer weights cost (`PrefixUse.fractions`).
+        `moved_fraction` is the part of prefixes that trajectories left on other workers, None likewise.
         """
         ...

@@ -5,35 +5,27 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class PrefixUse:
-    """What became of prefixes in caches by the time their trajectories came again, tokens; capacity apart."""
+    """Where prefixes were when their trajectories came again, tokens."""
 
     kept: int = 0
-    """Found, moved or renewed: what caches would hold were they to hold all."""
+    """Context of all requests at the request before: what caches hold at best."""
     moved: int = 0
     """Left behind, since another worker had less to do or the old one does not serve any more."""
-    renewed: int = 0
-    """Void, since the worker loaded newer weights."""
 
-    def count(self, *, tokens: int, there: bool, found: int) -> None:
-        """A trajectory of `tokens` tokens came again, to the same worker or not; that holds `found` of them."""
+    def count(self, *, tokens: int, there: bool) -> None:
+        """A trajectory that had `tokens` tokens comes again, to the same worker or not."""
         self.kept += tokens
         if not there:
             self.moved += tokens
-        else:
-            self.renewed += max(0, tokens - found)
 
-    def __sub__(self, earlier: "PrefixUse") -> "PrefixUse":
-        """What was counted since `earlier`."""
-        return PrefixUse(self.kept - earlier.kept, self.moved - earlier.moved, self.renewed - earlier.renewed)
+    def since(self, earlier: "PrefixUse") -> float | None:
+        """`moved` as part of `kept`, of what was counted after `earlier`; None where nothing was."""
+        kept = self.kept - earlier.kept
+        return (self.moved - earlier.moved) / kept if kept else None
 
     def copy(self) -> "PrefixUse":
         """The counts as they are now."""
         return replace(self)
-
-    @property
-    def fractions(self) -> tuple[float, float] | None:
-        """(moved, renewed) as parts of `kept`; None where no trajectory came again."""
-        return (self.moved / self.kept, self.renewed / self.kept) if self.kept else None
 
 
 @dataclass(slots=True, kw_only=True)

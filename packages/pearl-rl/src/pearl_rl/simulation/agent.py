@@ -75,6 +75,7 @@ class SimulatedAgent:
                         finished_s=result.finished_s,
                         interruptions=result.interruptions,
                         retained_tokens=scripted.retained_tokens,
+                        cached_tokens=result.cached_tokens,
                     )
                 )
             return Trajectory(

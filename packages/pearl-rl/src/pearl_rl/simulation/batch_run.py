@@ -15,6 +15,7 @@ from pearl_rl.simulation.requests import EngineRequest, Outcome, SimulatedEngine
 from pearl_rl.simulation.workload import Script
 from pearl_state.configuration import Configuration
 from pearl_state.roles import Role
+from pearl_state.samples import EngineSamples
 from pearl_state.worker import WorkerId
 
 _SLACK, _SLACK_RATIO = 2.0, 0.25
@@ -48,6 +49,14 @@ class BatchOutcome:
     retractions: int
     decode_by_batch: Mapping[int, tuple[int, float]]
     """Running sequences of a worker → decode iterations with so many, and their seconds, over all workers."""
+    cached_by_turn: tuple[tuple[int, ...], ...]
+    """Of each trajectory, for each turn: prompt tokens that the prefix cache of who computed it held."""
+    kept_tokens: int
+    """Context of all turns but the first ones at the turn before: what caches hold at best."""
+    moved_tokens: int
+    """Part of `kept_tokens` that was left behind on another worker."""
+    samples: tuple[EngineSamples, ...]
+    """What each worker's engine measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +73,9 @@ class _Play:
     on_prefill: EngineRequest | None = None
     on_decode: EngineRequest | None = None
     finished_s: float = 0.0
+    asked: int = 0
+    """Context of the turn before."""
+    found: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True)
@@ -90,6 +102,7 @@ class _BatchRun:
         self.plays = [_Play(number, script) for number, script in enumerate(scripts)]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = 0
+        self._kept = self._moved = 0
 
     def run(self) -> BatchOutcome:
         for play in self.plays:
@@ -115,6 +128,20 @@ class _BatchRun:
             transferred_bytes=totals["transferred_bytes"],
             retractions=totals["retractions"],
             decode_by_batch=by_batch,
+            cached_by_turn=tuple(tuple(play.found) for play in self.plays),
+            kept_tokens=self._kept,
+            moved_tokens=self._moved,
+            samples=tuple(self._samples(worker.engine) for worker in self.workers),
+        )
+
+    @staticmethod
+    def _samples(engine: Engine) -> EngineSamples:
+        return engine.meter.take(
+            engine.role,
+            running=engine.running,
+            waiting=engine.waiting,
+            kv_used=engine.kv.used,
+            kv_capacity=engine.kv.capacity,
         )
 
     # ---- time -------------------------------------------------------------------------------------------------------
@@ -146,7 +173,9 @@ class _BatchRun:
             return
         scripted = play.script.turns[play.turn]
         play.context += scripted.prompt_tokens
-        play.decode = self._choose_decode(play)
+        before, play.decode = play.decode, self._choose_decode(play)
+        if not self._first:
+            self._count(play, before, play.decode)
         decode = self.workers[play.decode]
         decode.load += 1
         play.on_decode = self._request(play, scripted.response_tokens)
@@ -181,12 +210,20 @@ class _BatchRun:
         self.workers[best].cached[play.number] = play.context
         return best
 
+    def _count(self, play: _Play, before: int, chosen: int) -> None:
+        """A turn's prompt goes to a worker: what becomes of the prefix of the turn before."""
+        self._kept += play.asked
+        if before not in (-1, chosen):
+            self._moved += play.asked
+        play.asked = play.context
+
     def _prefill(self, play: _Play, now_s: float) -> None:
         def wait(index: int) -> tuple[int, int]:
             worker = self.workers[index]
             return worker.queued_tokens + play.context - worker.cached.get(play.number, 0), worker.load
 
         chosen = min(self._first, key=wait)
+        self._count(play, play.prefill, chosen)
         if play.prefill not in (-1, chosen):
             self.workers[play.prefill].cached.pop(play.number, None)
         play.prefill = chosen
@@ -229,6 +266,8 @@ class _BatchRun:
         self._handle(play.decode, self.workers[play.decode].engine.join(play.on_decode, now_s), now_s)
 
     def _turn_over(self, play: _Play, now_s: float) -> None:
+        assert play.on_prefill is not None
+        play.found.append(play.on_prefill.cached_tokens)
         scripted = play.script.turns[play.turn]
         self.workers[play.decode].load -= 1
         dropped = scripted.retained_tokens < scripted.response_tokens
