@@ -1,12 +1,10 @@
 """SglangRuntime: `WorkerPort` and `GenerationPort` over SGLang servers."""
 
 import asyncio
-import json
 import secrets
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pearl_executor.engines.sglang.canary import Canaries
 from pearl_executor.engines.sglang.client import SglangClient
@@ -17,6 +15,7 @@ from pearl_executor.engines.sglang.journal import Journal
 from pearl_executor.engines.sglang.launch import InterpreterLauncher, Launcher
 from pearl_executor.engines.sglang.options import SglangOptions, SglangTimeouts
 from pearl_executor.engines.sglang.server import SglangServer
+from pearl_executor.engines.sglang.sizes import ModelSize
 from pearl_executor.engines.sglang.transports import make_transport
 from pearl_executor.engines.sglang.weights import WeightLoader
 from pearl_executor.ports import (
@@ -36,27 +35,6 @@ from pearl_state.worker import Worker, WorkerId
 _IDLE_POLL_S = 0.02
 _RETAINED_FRACTION = 0.05
 """Part of weights and caches that a release may leave by measure: allocators round, pages are shared."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Sizes that follow from a model's configuration and files."""
-
-    weight_bytes: int
-    kv_bytes_per_token: int
-
-    @staticmethod
-    def of(folder: Path, dtype: str) -> "ModelSize":
-        """Read them from a Hugging Face model folder. Raises `ValueError` for a folder that is none."""
-        try:
-            config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-            width = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-            layers = int(config["num_hidden_layers"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder} holds no model configuration that can be read: {error}") from None
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        return ModelSize(weights, 2 * layers * heads * width * (4 if dtype == "float32" else 2))
 
 
 class SglangRuntime:
