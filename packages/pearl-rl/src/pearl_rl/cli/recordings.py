@@ -22,13 +22,21 @@ class Recordings:
         self._runs: list[RunRecord] = []
 
     def run(
-        self, scenario: "Scenario", simulate: "Callable[[Scenario, RunFolder | None], SimulationResult]"
+        self,
+        scenario: "Scenario",
+        simulate: "Callable[[Scenario, RunFolder | None], SimulationResult]",
+        name: str = "",
     ) -> "SimulationResult":
-        """Run one simulation. Raises `CommandError` where its folder is not empty."""
+        """Run one simulation; `name` is its folder's, by default policy and seed.
+
+        Raises `CommandError` where the folder is not empty.
+        """
         if self._keep is None and self._report is None:
             return simulate(scenario, None)
         if self._keep is not None:
-            return self._recorded(scenario, simulate, self._keep / f"{scenario.policy.name}-{scenario.run.seed}")
+            return self._recorded(
+                scenario, simulate, self._keep / (name or f"{scenario.policy.name}-{scenario.run.seed}")
+            )
         with tempfile.TemporaryDirectory(prefix="pearl-rl-") as folder:
             return self._recorded(scenario, simulate, Path(folder) / "run")
 

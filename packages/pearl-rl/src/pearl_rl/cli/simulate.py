@@ -49,7 +49,7 @@ def run_simulation(
                 file=sys.stderr,
                 flush=True,
             )
-        results.setdefault(scenario.policy.name, []).append(recorder.run(scenario, _simulate))
+        results.setdefault(scenario.policy.name, []).append(recorder.run(scenario, simulate_one))
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     if as_json:
@@ -70,7 +70,8 @@ def _plans(source: str, policies: str, seeds: int, overrides: Sequence[str]) -> 
     return [load_scenario(source, [*overrides, f"policy.name={name}", f"run.seed={seed}"]) for name, seed in runs]
 
 
-def _simulate(scenario: "Scenario", folder: "RunFolder | None" = None) -> "SimulationResult":
+def simulate_one(scenario: "Scenario", folder: "RunFolder | None" = None) -> "SimulationResult":
+    """Run one simulation, recorded in `folder` where one is given. Raises `CommandError`."""
     from pearl_rl.simulation.cluster import simulate
 
     try:

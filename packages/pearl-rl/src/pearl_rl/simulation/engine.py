@@ -79,6 +79,7 @@ class Engine:
         self._run: _Run | None = None
         self._blocked_until_s = 0.0
         self._in_hand: dict[EngineRequest, None] = {}
+        self._decoded_last: bool | None = None
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -241,12 +242,19 @@ class Engine:
             decoding = self.running if self.limits.mixed and self.kv.attainable >= self.running else 0
             mean = self._batch.mean_context_tokens if decoding else 0.0
             seconds = self._costs.prefill_s(chunks, done, decoding, mean)
+            at_s += self._phase_change_s(decode=False)
             for request, _ in parts:
                 if math.isnan(request.prefill_s):
                     request.prefill_s = at_s
             self._prefill = _Prefill(parts, at_s, at_s + seconds, mixed=decoding > 0)
         elif len(self._batch):
             self._begin_run(at_s)
+
+    def _phase_change_s(self, *, decode: bool) -> float:
+        """What it costs that the next iteration is a decode iteration, or one with prefill."""
+        changes = self._decoded_last is not None and self._decoded_last is not decode
+        self._decoded_last = decode
+        return self.limits.phase_switch_s if changes and self.role is Role.COLOCATED else 0.0
 
     # ---- prefill ----------------------------------------------------------------------------------------------------
 
@@ -317,6 +325,7 @@ class Engine:
         iterations = min(batch.until_next_end(), affordable)
         curve = self._costs.decode_curve(sequences)
         mean = batch.mean_context_tokens
+        at_s += self._phase_change_s(decode=True)
         self._run = _Run(curve, mean, iterations, at_s, at_s + curve.run_s(mean, iterations), sequences)
 
     def _retract(self) -> None:

@@ -21,6 +21,8 @@ class SimulatedEngineLimits:
     """Room kept for the growth of each running sequence when another one is admitted."""
     mixed: bool = False
     """Whether running sequences decode along in iterations with prefill."""
+    phase_switch_s: float = 0.0
+    """Extra at each change between prefill and decode on a colocated worker, seconds."""
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "chunk_tokens", "max_running"):

@@ -1,0 +1,109 @@
+"""`pearl-rl replay`: a recorded run in the simulator, as it was and with other settings."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pearl_executor.virtual_time import SimulationDeadlockError, run_virtual
+from pearl_rl.cli.compared import Row, print_rows, row_of
+from pearl_rl.cli.recordings import Recordings
+from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pearl_rl.simulation.outcome import SimulationResult
+    from pearl_rl.simulation.replay import Recorded
+    from pearl_rl.simulation.scenario import Scenario
+
+
+def run_replay(
+    run_dir: Path, overrides: Sequence[str], *, as_json: bool, report: Path | None, record: Path | None
+) -> ExitCode:
+    """Replay a run and, where something is changed, replay it once more with the changes. Raises `CommandError`."""
+    from pearl_rl.simulation.replay import read_recorded
+
+    as_was = read_recorded(run_dir)
+    changed = read_recorded(run_dir, overrides) if overrides else None
+    recorder = Recordings(record, report)
+    rows = [recorded_row(as_was), row_of("replayed", [replayed(as_was, recorder, "replayed")])]
+    if changed is not None:
+        rows.append(row_of(", ".join(overrides), [replayed(changed, recorder, "changed")]))
+    base = rows[1]
+    if as_json:
+        print(json.dumps(document(run_dir, rows), allow_nan=False))
+    else:
+        print_rows(f"{run_dir}: {len(as_was.steps)} recorded steps", rows, base)
+        print(fidelity(rows[0], base))
+        for line in assumptions(changed):
+            print(line)
+    recorder.finish(f"replay of {run_dir.resolve().name}")
+    return ExitCode.OK
+
+
+def replayed(recorded: "Recorded", recorder: Recordings, name: str) -> "SimulationResult":
+    """Play one. Raises `CommandError`."""
+    from pearl_rl.simulation.replay import ReplayedCluster, replay_scenario
+
+    def play(_scenario: "Scenario", folder: RunFolder | None) -> "SimulationResult":
+        cluster = ReplayedCluster(recorded, folder)
+
+        async def main() -> "SimulationResult":
+            return await cluster.run()
+
+        try:
+            return run_virtual(main())
+        except SimulationDeadlockError as error:
+            raise CommandError(f"{recorded.path}: the control plane hangs: {error}", ExitCode.PARTIAL) from None
+
+    return recorder.run(replay_scenario(recorded), play, name)
+
+
+def recorded_row(recorded: "Recorded") -> Row:
+    """What the run itself measured."""
+    steps = recorded.steps
+    durations = [step["duration_s"] for step in steps]
+    tokens = sum(step["generated_tokens"] + step["trained_tokens"] for step in steps)
+    pairs = [(s["rollout_s"], s["predicted_rollout_s"]) for s in steps if s["predicted_rollout_s"] is not None]
+    off = sum(abs(actual - foreseen) for actual, foreseen in pairs) / sum(a for a, _ in pairs) if pairs else None
+    return Row(
+        name="recorded",
+        throughput=tokens / sum(durations) if sum(durations) else 0.0,
+        spread=None,
+        steps=float(len(steps)),
+        step_s=fmean(durations),
+        rollout_s=fmean([step["rollout_s"] for step in steps]),
+        training_s=fmean([step["training_s"] for step in steps]),
+        wape=off,
+        gpu_s=None,
+        borrows=None,
+        expansions=None,
+        switches=None,
+    )
+
+
+def document(run_dir: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {"run": str(run_dir), "results": [row.to_json() for row in rows]}
+
+
+def fidelity(recorded: Row, played: Row) -> str:
+    """How far the replay is from the run."""
+    error = played.rollout_s / recorded.rollout_s - 1 if recorded.rollout_s else 0.0
+    return (
+        f"replayed batches take {abs(error):.1%} {'more' if error > 0 else 'less'} than recorded ones; "
+        "compare changes with 'replayed'"
+    )
+
+
+def assumptions(changed: "Recorded | None") -> Sequence[str]:
+    """What a changed replay takes for granted."""
+    if changed is None:
+        return ()
+    lines = []
+    if "cluster.max_preemptible_gpus" in changed.changed:
+        lines.append("added preemptible GPUs are there from the start and never taken away")
+    if any(key.startswith("train.") for key in changed.changed):
+        lines.append("trajectories and updates are the recorded ones, whatever other settings would have learned")
+    return lines

@@ -1,0 +1,127 @@
+"""`pearl-rl what-if`: sweep a setting over a scenario or a recorded run, and compare."""
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pearl_rl.cli.compared import Row, print_rows, row_of
+from pearl_rl.cli.recordings import Recordings
+from pearl_rl.errors import CommandError, ExitCode
+
+_MOST_RUNS = 1000
+
+
+def run_what_if(
+    source: str,
+    *,
+    vary: Sequence[str],
+    policies: str,
+    seeds: int,
+    overrides: Sequence[str],
+    as_json: bool,
+    plot: Path | None,
+) -> ExitCode:
+    """Simulate every combination of the varied values, for each policy. Raises `CommandError`."""
+    knobs = [parse_knob(text) for text in vary]
+    if not knobs:
+        raise CommandError("what-if needs something to vary, like --vary cluster.max_preemptible_gpus=0,4,8")
+    names = [name.strip() for name in policies.split(",") if name.strip()] or [""]
+    grid = [dict(values) for values in itertools.product(*([(key, v) for v in values] for key, values in knobs))]
+    if not 1 <= seeds <= _MOST_RUNS or len(grid) * len(names) * seeds > _MOST_RUNS:
+        raise CommandError(
+            f"{len(grid)} values × {len(names)} policies × --seeds {seeds}: must be 1 to {_MOST_RUNS} runs"
+        )
+    recorded = Path(source).is_dir()
+    if recorded and (names != [""] or seeds != 1):
+        raise CommandError(f"{source}: a recorded run is replayed as it was: vary planner.policy instead of --policy")
+    rows: list[Row] = []
+    for number, (name, values) in enumerate(itertools.product(names, grid), start=1):
+        _progress(f"{number}/{len(names) * len(grid)}")
+        label = ", ".join(f"{key}={value}" for key, value in values.items()) + (f", {name}" if name else "")
+        chosen = [*overrides, *(f"{key}={value}" for key, value in values.items())]
+        rows.append(_replay(source, chosen, label) if recorded else _simulate(source, chosen, name, seeds, label))
+    _progress("")
+    if as_json:
+        points = [{"set": dict(v), "policy": n or None} for n, v in itertools.product(names, grid)]
+        results = [{**point, **row.to_json()} for point, row in zip(points, rows, strict=True)]
+        print(json.dumps({"source": source, "results": results}, allow_nan=False))
+    else:
+        print_rows(f"{source}: what if", rows, rows[0], bars=True)
+    if plot is not None:
+        _plot(plot, source, knobs[0], names, rows)
+    return ExitCode.OK
+
+
+def parse_knob(text: str) -> tuple[str, list[str]]:
+    """`key=1,2,3` or `key=0:12:4` (from, to, step) as a key and its values. Raises `CommandError`."""
+    key, equals, values = text.partition("=")
+    if not equals or not key.strip() or not values.strip():
+        raise CommandError(f"--vary {text}: is not like cluster.max_preemptible_gpus=0,4,8 or =0:12:4")
+    if values.count(":") == 2:
+        return key.strip(), list(_range(text, values.split(":")))
+    found = [value.strip() for value in values.split(",")]
+    if not all(found) or len(set(found)) != len(found):
+        raise CommandError(f"--vary {text}: has an empty value, or the same one twice")
+    return key.strip(), found
+
+
+def _range(text: str, parts: Sequence[str]) -> Iterator[str]:
+    try:
+        start, stop, step = (float(part) for part in parts)
+        count = int((stop - start) / step + 1e-9) + 1
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise CommandError(f"--vary {text}: is not like =0:12:4 (from, to, step)") from None
+    if not 1 <= count <= _MOST_RUNS:
+        raise CommandError(f"--vary {text}: gives {count} values; must be 1 to {_MOST_RUNS}")
+    whole = all(float(part).is_integer() for part in parts)
+    for number in range(count):
+        value = start + number * step
+        yield str(int(value)) if whole else f"{value:.10g}"
+
+
+def _simulate(source: str, overrides: Sequence[str], policy: str, seeds: int, label: str) -> Row:
+    from pearl_rl.cli.simulate import simulate_one
+    from pearl_rl.simulation.scenario import load_scenario
+
+    chosen = [*overrides, *([f"policy.name={policy}"] if policy else [])]
+    first = load_scenario(source, chosen).run.seed
+    scenarios = [load_scenario(source, [*chosen, f"run.seed={first + seed}"]) for seed in range(seeds)]
+    return row_of(label, [simulate_one(scenario) for scenario in scenarios])
+
+
+def _replay(source: str, overrides: Sequence[str], label: str) -> Row:
+    from pearl_rl.cli.replay import replayed
+    from pearl_rl.simulation.replay import read_recorded
+
+    return row_of(label, [replayed(read_recorded(Path(source), overrides), Recordings(None, None), label)])
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _plot(path: Path, source: str, knob: tuple[str, list[str]], policies: Sequence[str], rows: Sequence[Row]) -> None:
+    """Throughput over the first knob's values as an SVG file, a group of bars for each value."""
+    from pearl_rl.cli.report import write_text
+    from pearl_rl.report.standalone import framed
+    from pearl_rl.report.svg import Plot
+
+    key, values = knob
+    colours = ("decode", "prefill", "colocated", "training", "environment", "transfer")
+    per_value = len(rows) // len(values)
+    top = max(row.throughput for row in rows) * 1.1 or 1.0
+    plot = Plot(960, 320, (-0.5, len(values) - 0.5), (0.0, top), f"throughput over {key}", left=64, top=24)
+    plot.y_axis("tokens/s")
+    inner = len(rows) // len(policies) // len(values)
+    for position, value in enumerate(values):
+        plot.x_tick(position, value)
+        group = [row for number, row in enumerate(rows) if (number // inner) % len(values) == position]
+        for index, row in enumerate(group):
+            left = position - 0.4 + 0.8 * index / per_value
+            tip = f"{row.name}: {row.throughput:,.0f} tokens/s"
+            plot.bar(left, left + 0.76 / per_value, 0.0, row.throughput, colours[index % len(colours)], tip)
+    legend = [(colours[i % len(colours)], name) for i, name in enumerate(policies) if name and inner == 1]
+    write_text(path, framed(plot, f"{source}: throughput over {key}", legend))
