@@ -124,7 +124,8 @@ class Metrics:
     prediction_error: Metric = Metric(
         name="pearl.decision.error",
         unit="1",
-        kind=Kind.HISTOGRAM,
+        # Signed, and a histogram of the SDK drops what is below 0.
+        kind=Kind.GAUGE,
         meaning="(predicted − measured) / measured makespan. Outside: the models do not fit this workload.",
         low=-0.25,
         high=0.25,
@@ -212,7 +213,15 @@ class Spans:
     trajectory: Span = Span(name="pearl.trajectory", meaning="One trajectory from its dispatch to its reward.")
     turn: Span = Span(name="pearl.turn", meaning="One model call and the environment's answer.")
     training: Span = Span(name="pearl.training", meaning="One update.")
-    effect: Span = Span(name="pearl.effect", meaning="One effect from its start to its last answer.")
+    queue: Span = Span(name="pearl.queue", meaning="A request that waits for prefill, KV space or its turn.")
+    prefill: Span = Span(name="pearl.prefill", meaning="A worker computes the prompt tokens that are not cached.")
+    transfer: Span = Span(name="pearl.kv_transfer", meaning="A prompt's KV goes from the prefill to the decode worker.")
+    decode: Span = Span(name="chat", meaning="A worker generates the response (GenAI conventions: the model call).")
+    environment: Span = Span(name="execute_tool", meaning="The environment answers (GenAI conventions: the tool call).")
+    reconfiguration: Span = Span(
+        name="pearl.reconfiguration", meaning="One change of the cluster, from its effect to its last answer."
+    )
+    action: Span = Span(name="pearl.worker.action", meaning="One call on a worker within a reconfiguration.")
 
 
 METRICS = Metrics()

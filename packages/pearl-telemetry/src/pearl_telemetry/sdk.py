@@ -1,0 +1,218 @@
+"""Providers and exporters, where the `[sdk]` extra is installed: JSON lines, OTLP, Prometheus.
+
+The run itself uses the OpenTelemetry API alone. `open_telemetry` configures what its points and spans go to, and
+`Telemetry.close` flushes within a bounded time: a collector that does not answer never holds a run up.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Final
+
+from opentelemetry import metrics, trace
+
+from pearl_telemetry.instruments import SCOPE
+
+_FLUSH_S: Final = 5.0
+_EXPORT_S: Final = 5.0
+
+
+class TelemetryError(Exception):
+    """Telemetry that cannot be set up: says what is missing, or which address, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryOptions:
+    """Where telemetry goes. Nothing set: nowhere, and no SDK is needed."""
+
+    jsonl: Path | None = None
+    """Folder that gets `spans.jsonl` and `points.jsonl`."""
+    otlp_endpoint: str = ""
+    """Collector's OTLP/HTTP address, like http://localhost:4318."""
+    prometheus_port: int = 0
+    """Port of a page that Prometheus scrapes; 0 for none. On loopback unless `prometheus_host` says otherwise."""
+    prometheus_host: str = "127.0.0.1"
+    interval_s: float = 10.0
+    """Seconds between exports of metrics."""
+    run: str = ""
+    """Name of the run, as a resource attribute."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is set."""
+        return self.jsonl is not None or bool(self.otlp_endpoint) or self.prometheus_port > 0
+
+
+class Telemetry:
+    """Configured providers. `close` flushes and stops them."""
+
+    def __init__(
+        self,
+        meter_provider: metrics.MeterProvider | None = None,
+        tracer_provider: trace.TracerProvider | None = None,
+        closing: Sequence[Any] = (),
+    ) -> None:
+        self.meter_provider = meter_provider
+        self.tracer_provider = tracer_provider
+        self._closing = closing
+
+    def close(self) -> None:
+        """Flush and stop everything, each within five seconds. A collector that is gone is no error."""
+        for part in self._closing:
+            # Shutting down flushes; a thread bounds exporters that would wait longer than they say.
+            stopper = threading.Thread(target=part, name="telemetry shutdown", daemon=True)
+            stopper.start()
+            stopper.join(_FLUSH_S)
+
+
+def open_telemetry(options: TelemetryOptions) -> Telemetry:
+    """Configure what `options` ask for. Raises `TelemetryError` with one line."""
+    if not options.wanted:
+        return Telemetry()
+    sdk_metrics = _load("opentelemetry.sdk.metrics")
+    sdk_trace = _load("opentelemetry.sdk.trace")
+    resources = _load("opentelemetry.sdk.resources")
+    resource = resources.Resource.create({"service.name": SCOPE, "pearl.run": options.run})
+    readers: list[Any] = []
+    closing: list[Any] = []
+    tracer_provider = sdk_trace.TracerProvider(resource=resource)
+    if options.jsonl is not None:
+        _add_jsonl(options, tracer_provider, readers, closing)
+    if options.otlp_endpoint:
+        _add_otlp(options, tracer_provider, readers)
+    if options.prometheus_port:
+        _add_prometheus(options, readers, closing)
+    meter_provider = sdk_metrics.MeterProvider(resource=resource, metric_readers=readers)
+    stop = [tracer_provider.shutdown, meter_provider.shutdown, *closing]
+    return Telemetry(meter_provider, tracer_provider, stop)
+
+
+def _load(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        raise TelemetryError(
+            f"telemetry needs {module.split('.')[0]} parts that are not installed; add pearl-telemetry[sdk]"
+        ) from None
+
+
+def _periodic(exporter: Any, options: TelemetryOptions) -> Any:
+    export = _load("opentelemetry.sdk.metrics.export")
+    return export.PeriodicExportingMetricReader(
+        exporter, export_interval_millis=options.interval_s * 1000, export_timeout_millis=_EXPORT_S * 1000
+    )
+
+
+def _add_otlp(options: TelemetryOptions, tracer_provider: Any, readers: list[Any]) -> None:
+    endpoint = options.otlp_endpoint.rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise TelemetryError(f"OTLP endpoint '{endpoint[:80]}': must begin with http:// or https://")
+    spans = _load("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    points = _load("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+    export = _load("opentelemetry.sdk.trace.export")
+    tracer_provider.add_span_processor(
+        export.BatchSpanProcessor(spans.OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces", timeout=_EXPORT_S))
+    )
+    readers.append(_periodic(points.OTLPMetricExporter(endpoint=f"{endpoint}/v1/metrics", timeout=_EXPORT_S), options))
+
+
+def _add_prometheus(options: TelemetryOptions, readers: list[Any], closing: list[Any]) -> None:
+    exporter = _load("opentelemetry.exporter.prometheus")
+    client = _load("prometheus_client")
+    try:
+        server, _ = client.start_http_server(options.prometheus_port, options.prometheus_host)
+    except (OSError, OverflowError) as error:
+        where = f"{options.prometheus_host} port {options.prometheus_port}"
+        raise TelemetryError(f"Prometheus page cannot listen on {where}: {error}") from None
+    readers.append(exporter.PrometheusMetricReader())
+    closing += [server.shutdown, server.server_close]
+
+
+# ---- JSON lines ------------------------------------------------------------------------------------------------------
+
+
+class _Lines:
+    """A file of JSON lines that several threads write."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise TelemetryError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(text)
+                self._file.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def _add_jsonl(options: TelemetryOptions, tracer_provider: Any, readers: list[Any], closing: list[Any]) -> None:
+    export, points = _load("opentelemetry.sdk.trace.export"), _load("opentelemetry.sdk.metrics.export")
+    folder = options.jsonl
+    if folder is None:
+        return
+    span_lines, point_lines = _Lines(folder / "spans.jsonl"), _Lines(folder / "points.jsonl")
+
+    class Spans(export.SpanExporter):  # type: ignore[misc,name-defined]
+        def export(self, spans: Sequence[Any]) -> Any:
+            span_lines.write([span_row(span) for span in spans])
+            return export.SpanExportResult.SUCCESS
+
+    class Points(points.MetricExporter):  # type: ignore[misc,name-defined]
+        def export(self, metrics_data: Any, timeout_millis: float = 10_000, **kwargs: Any) -> Any:  # noqa: ARG002
+            point_lines.write(point_rows(metrics_data))
+            return points.MetricExportResult.SUCCESS
+
+        def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:  # noqa: ARG002
+            return None
+
+        def force_flush(self, timeout_millis: float = 10_000) -> bool:  # noqa: ARG002
+            return True
+
+    tracer_provider.add_span_processor(export.BatchSpanProcessor(Spans()))
+    readers.append(_periodic(Points(), options))
+    closing += [span_lines.close, point_lines.close]
+
+
+def span_row(span: Any) -> dict[str, Any]:
+    """A finished SDK span as one JSON object."""
+    context, parent = span.get_span_context(), span.parent
+    row = {
+        "name": span.name,
+        "trace": f"{context.trace_id:032x}",
+        "span": f"{context.span_id:016x}",
+        "parent": None if parent is None else f"{parent.span_id:016x}",
+        "start_s": span.start_time / 1e9,
+        "end_s": span.end_time / 1e9,
+        "attributes": dict(span.attributes or {}),
+    }
+    if not span.status.is_ok and span.status.description:
+        row["error"] = span.status.description
+    return row
+
+
+def point_rows(data: Any) -> list[dict[str, Any]]:
+    """All points of one collection, one JSON object each."""
+    rows = []
+    for resource in data.resource_metrics:
+        for scope in resource.scope_metrics:
+            for metric in scope.metrics:
+                for point in metric.data.data_points:
+                    row = {"name": metric.name, "unit": metric.unit, "at_s": point.time_unix_nano / 1e9}
+                    row["attributes"] = dict(point.attributes or {})
+                    if hasattr(point, "bucket_counts"):
+                        row |= {"count": point.count, "sum": point.sum, "min": point.min, "max": point.max}
+                    else:
+                        row["value"] = point.value
+                    rows.append(row)
+    return rows
