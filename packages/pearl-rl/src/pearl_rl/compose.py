@@ -24,7 +24,7 @@ from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.engines import RolloutRuntime, rollout_runtime
 from pearl_rl.errors import CommandError, ExitCode
-from pearl_rl.observer import Observer, Observers, SilentObserver, StepRecord
+from pearl_rl.observer import Observer, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import TextAgent
 from pearl_rl.rollout.batch_rollout import UnplayableTasksError
 from pearl_rl.rollout.buffer import RefillsExhaustedError
@@ -40,6 +40,7 @@ from pearl_rl.run_folder import RunFolder
 from pearl_rl.runtimes import open_processes
 from pearl_rl.settings import Settings
 from pearl_rl.summary import TrainSummary
+from pearl_rl.telemetry import RunTelemetry
 from pearl_rl.training.batch import TrainBatch
 from pearl_rl.training.build import build_in_child
 from pearl_rl.training.process import PRELOAD, LocalTrainer
@@ -50,7 +51,6 @@ from pearl_state.events import Event, GroupFailed, WorkerFailed
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.trajectory import Trajectory
 from pearl_state.worker import Worker, WorkerId
-from pearl_telemetry.instruments import Instruments
 
 _FIRST_STEPS = 10
 
@@ -63,6 +63,7 @@ async def train(settings: Settings, folder: RunFolder, observer: Observer) -> Tr
     run = _Run(settings, folder, observer)
     try:
         async with AsyncExitStack() as stack:
+            stack.callback(run.close)
             await run.build(stack)
             await run.run()
     except _EXPECTED as error:
@@ -138,8 +139,13 @@ class _Run:
         self._settings = settings
         self._folder = folder
         self._figures = _Figures(folder)
-        self._instruments = Instruments()
-        self._observer = Observers(observer, self._figures, self._instruments)
+        now_s = asyncio.get_running_loop().time()
+        self._telemetry = RunTelemetry(settings.telemetry, folder.path, settings.model.path, now_s)
+        self._observer: Observer = self._telemetry.observing(observer, self._figures)
+
+    def close(self) -> None:
+        """Flush telemetry, within a bounded time."""
+        self._telemetry.close()
 
     async def build(self, stack: AsyncExitStack) -> None:
         """Start the processes and wire the parts. What was started is stopped by `stack`, in reverse order."""
@@ -286,7 +292,7 @@ class _Run:
             observer=self._observer,
             checkpoint=lambda step: checkpoints.completed(step, self._pipeline.position),
             position=self._resumed.position if self._resumed else None,
-            on_trajectory=lambda trajectory, step: self._folder.record_trajectory(trajectory, step=step),
+            on_trajectory=self._on_trajectory,
             predicted_s=self._recorder.predicted_step_s,
         )
 
@@ -318,6 +324,7 @@ class _Run:
 
     def _on_step(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:
         self._recorder.on_step(event, state, effects)
+        self._telemetry.on_control(event, effects)
         self._refit.follow(event, state.table)
         if isinstance(event, GroupFailed) and event.failed and not self._hopeless.done():
             rows = [state.table.rows[id_] for id_ in state.available]
@@ -334,7 +341,11 @@ class _Run:
         await asyncio.to_thread(self._weights.publish, snapshot.version, snapshot.uri, snapshot.checksum)
 
     def _on_action(self, action: Action) -> None:
-        self._instruments.on_action(action.name, action.duration_s, action.failed)
+        self._telemetry.on_action(action)
+
+    def _on_trajectory(self, trajectory: Trajectory, step: int) -> None:
+        self._folder.record_trajectory(trajectory, step=step)
+        self._telemetry.on_trajectory(trajectory, step)
 
     def _on_lost(self, worker: WorkerId, incarnation: int, cause: str) -> None:
         now_s = asyncio.get_running_loop().time()

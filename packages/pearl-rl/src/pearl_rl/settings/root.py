@@ -23,6 +23,7 @@ from pearl_rl.settings.platform import (
     LimitSettings,
     PlannerSettings,
 )
+from pearl_rl.settings.telemetry import TelemetrySettings
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ConfigurationError
 
@@ -40,6 +41,7 @@ class Settings(Section):
     availability: AvailabilitySettings = Field(description="when preemptible GPUs come and go")
     device: DeviceSettings = Field(description="the emulated device that each worker is paced to")
     planner: PlannerSettings = Field(description="how configurations are chosen")
+    telemetry: TelemetrySettings = Field(description="where traces, metrics and scalars go")
     limits: LimitSettings = Field(description="bound of each wait")
 
 
