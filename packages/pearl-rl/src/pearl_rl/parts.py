@@ -9,6 +9,8 @@ from pearl_executor.engines.torch.contract import EngineLimits
 from pearl_executor.limits import Limits
 from pearl_executor.pacing import Pace
 from pearl_executor.ports import AvailabilitySource, Sampling
+from pearl_executor.preemption.notice import NoticedGpus
+from pearl_executor.preemption.sources import NOTICE_KINDS, notice_source
 from pearl_executor.runtimes.local.fleet import Timeouts
 from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing, ElasticSettings
@@ -155,6 +157,9 @@ def availability(settings: Settings, nodes: dict[int, str] | None = None) -> Ava
         sources.append(FixedSource(preemptible, tenure=Tenure.PREEMPTIBLE))
     elif source.source == "ray":
         sources.append(_ray_nodes(settings, preemptible, {} if nodes is None else nodes))
+    elif source.source in NOTICE_KINDS:
+        notices = notice_source(source.source, notice_s=source.notice_s, base=source.metadata_url)
+        sources.append(NoticedGpus(notices, gpus=preemptible))
     elif source.source == "control":
         sources.append(ControlFileSource(Path(source.control_file), gpus=preemptible, notice_s=source.notice_s))
     else:
@@ -178,14 +183,16 @@ def availability(settings: Settings, nodes: dict[int, str] | None = None) -> Ava
 
 
 def _ray_nodes(settings: Settings, gpus: range, nodes: dict[int, str]) -> AvailabilitySource:
-    from pearl_executor.runtimes.ray.availability import RayNodeSource, look_at_cluster
+    from pearl_executor.runtimes.ray.availability import RayNodeSource, look_at_cluster, watch_node
 
     labels, notice_s = parse_labels(settings.cluster.ray.preemptible_labels), settings.availability.notice_s
+    kind, base = settings.cluster.ray.notices, settings.availability.metadata_url
     return RayNodeSource(
         lambda: look_at_cluster(labels, notice_s),
         gpus=gpus,
         nodes=nodes,
         gpus_per_worker=settings.cluster.gpus_per_worker,
+        watch=None if kind == "none" else lambda node: watch_node(node, kind, notice_s, base),
     )
 
 

@@ -50,6 +50,9 @@ class RaySettings(Section):
     address: str = Field(description='cluster to connect to (host:port or "auto"); empty starts one on this machine')
     start_s: float = Field(gt=0, description="placing and starting one process on the cluster, seconds")
     node_silence_s: float = Field(gt=0, description="a node that gives no sign of life for so long is lost, seconds")
+    notices: Literal["none", "aws", "gcp", "azure", "kubernetes"] = Field(
+        description='whose preemption notices each preemptible node listens to, where availability.source = "ray"'
+    )
     training_labels: str = Field(description="node labels for training GPUs, like pearl.zone=training; empty for any")
     reserved_labels: str = Field(description="node labels for reserved rollout GPUs; empty for any")
     preemptible_labels: str = Field(description="node labels for preemptible GPUs; empty for any")
@@ -73,10 +76,11 @@ class ClusterSettings(Section):
 class AvailabilitySettings(Section):
     """`[availability]`: when preemptible GPUs come and go."""
 
-    source: Literal["trace", "fixed", "control", "ray"] = Field(
+    source: Literal["trace", "fixed", "control", "ray", "aws", "gcp", "azure", "kubernetes", "slurm"] = Field(
         description=(
-            "replay a trace, keep max_preemptible_gpus all the time, follow a person's control file, or offer the "
-            "Ray nodes that carry cluster.ray.preemptible_labels as they join, drain and are lost"
+            "replay a trace, keep max_preemptible_gpus all the time, follow a person's control file, offer the Ray "
+            "nodes that carry cluster.ray.preemptible_labels as they join, drain and are lost, or offer this "
+            "machine's until its provider gives notice (aws, gcp, azure, kubernetes, slurm)"
         )
     )
     trace: str = Field(description="trace to replay: a bundled name or a CSV file")
@@ -84,6 +88,7 @@ class AvailabilitySettings(Section):
     time_scale: float = Field(gt=0, description="trace seconds that pass in one second of the run")
     start_s: float = Field(ge=0, description="where in the segment the replay begins, trace seconds")
     notice_s: float = Field(ge=0, description="time between a reclaim's announcement and the GPU's loss, seconds")
+    metadata_url: str = Field(description="address of the provider's local service; empty for the usual one")
     control_file: str = Field(description='file that people write to when source = "control"')
     seed: int = Field(ge=0, lt=2**32, description="seed of which GPU goes when the trace only says how many")
 

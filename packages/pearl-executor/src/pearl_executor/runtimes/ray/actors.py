@@ -1,5 +1,6 @@
 """What runs inside a Ray actor: one target of the run's processes, connected to the run as a forked child would be."""
 
+import asyncio
 import importlib
 import os
 import random
@@ -10,10 +11,13 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from pearl_executor.preemption.notice import NoticeSource
+from pearl_executor.preemption.sources import notice_source
 from pearl_executor.runtimes.local.frames import FrameSocket
 
 if TYPE_CHECKING:
@@ -128,6 +132,22 @@ def store_files(folder: Path, snapshot: str, names: Sequence[str], contents: "Se
 def remove_folder(run: str) -> None:
     """Remove what a run kept on this node."""
     shutil.rmtree(node_folder(run), ignore_errors=True)
+
+
+class NodeWatcher:
+    """Hears of its node's preemption where the provider tells only the node itself."""
+
+    def first(self, kind: str, notice_s: float, base: str) -> tuple[float, str]:
+        """Wait for the first notice of source `kind`: seconds until the node goes, and the provider's words."""
+        return asyncio.run(_first_notice(notice_source(kind, notice_s=notice_s, base=base)))
+
+
+async def _first_notice(source: NoticeSource) -> tuple[float, str]:
+    async with aclosing(source.notices()) as notices:
+        async for notice in notices:
+            if notice.leaves_in_s is not None:
+                return notice.leaves_in_s, notice.reason
+    raise RuntimeError("the source of notices ended without one")
 
 
 class NodeWarden:

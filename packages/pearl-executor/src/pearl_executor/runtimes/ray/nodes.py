@@ -86,7 +86,7 @@ class Wardens:
             task.cancel()
         await asyncio.gather(*self._beats.values(), return_exceptions=True)
         nodes = set(self._wardens) & await asyncio.to_thread(_alive)
-        removals = [self._on_node(ray.remote(remove_folder), node, self._run) for node in nodes]
+        removals = [on_node(ray.remote(remove_folder), node, self._run) for node in nodes]
         if removals:
             _, missing = await asyncio.to_thread(ray.wait, removals, num_returns=len(removals), timeout=_CLEAN_S)
             if missing:
@@ -97,13 +97,15 @@ class Wardens:
 
     def _new(self, node: str) -> Any:
         # A beat is answered beside the end of a process that takes its time.
-        return self._on_node(require_ray().remote(max_concurrency=8)(NodeWarden), node)
+        return on_node(require_ray().remote(max_concurrency=8)(NodeWarden), node)
 
-    def _on_node(self, remote: Any, node: str, *arguments: Any) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        return remote.options(num_cpus=0, scheduling_strategy=place).remote(*arguments)
+def on_node(remote: Any, node: str, *arguments: Any) -> Any:
+    """Start a remote function or class on `node`, and nowhere else; it claims nothing of the node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return remote.options(num_cpus=0, scheduling_strategy=place).remote(*arguments)
 
 
 def _alive() -> set[str]:
