@@ -178,13 +178,15 @@ def simulate(
 def reproduce(
     targets: Annotated[list[str] | None, typer.Argument(help="Targets like F5 or T2; default: all.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Seeds of the whole simulations of F5, F7 and F8.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Short runs, only to see that everything works.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what the paper measured beside what the simulation gives."""
+    """Print what the paper measured beside what the simulation gives. Example: pearl-rl reproduce F2a T2 --jobs 4"""
     from pearl_rl.cli.reproduce import run_reproduction
 
-    raise typer.Exit(int(run_reproduction(targets or [], jobs=jobs, quick=quick, as_json=as_json)))
+    code = run_reproduction(targets or [], jobs=jobs, seeds=seeds, quick=quick, as_json=as_json)
+    raise typer.Exit(int(code))
 
 
 @app.command()

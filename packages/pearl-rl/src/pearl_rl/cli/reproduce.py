@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pearl_rl.errors import CommandError, ExitCode
@@ -11,22 +12,31 @@ if TYPE_CHECKING:
     from pearl_rl.simulation.experiments.targets import TargetRow
 
 _MOST_JOBS = 256
+_MOST_SEEDS = 100
+_BAR = 30
 
 
-def run_reproduction(targets: Sequence[str], *, jobs: int = 1, quick: bool = False, as_json: bool = False) -> ExitCode:
+def run_reproduction(
+    targets: Sequence[str], *, jobs: int = 1, seeds: int = 1, quick: bool = False, as_json: bool = False
+) -> ExitCode:
     """Print every row of the targets. Raises `CommandError` for an unknown target."""
     from pearl_rl.simulation.experiments.bench import Bench
+    from pearl_rl.simulation.experiments.effort import FULL, QUICK
     from pearl_rl.simulation.experiments.registry import reproduce
 
     if not 1 <= jobs <= _MOST_JOBS:
         raise CommandError(f"--jobs {jobs}: must be from 1 to {_MOST_JOBS}")
+    if not 1 <= seeds <= _MOST_SEEDS:
+        raise CommandError(f"--seeds {seeds}: must be from 1 to {_MOST_SEEDS}")
     shown = sys.stderr.isatty()
 
     def progress(done: int, of: int) -> None:
         if shown:
-            print(f"\r{done} of {of} simulations", end="" if done < of else "\r\033[K", file=sys.stderr, flush=True)
+            bar = "█" * (_BAR * done // of)
+            end = "" if done < of else "\r\033[K"
+            print(f"\r{bar:░<{_BAR}} {done} of {of} simulations", end=end, file=sys.stderr, flush=True)
 
-    rows = reproduce(targets, Bench(jobs, progress), quick=quick)
+    rows = reproduce(targets, Bench(jobs, progress), QUICK if quick else replace(FULL, seeds=seeds))
     if as_json:
         print(json.dumps([row.to_json() for row in rows], allow_nan=False))
     else:
@@ -49,7 +59,7 @@ def _print_table(rows: "Sequence[TargetRow]") -> None:
     for row in rows:
         error = ""
         if row.error is not None:
-            error = f"{row.error:+.1f} points" if row.unit == "points" else f"{row.error:+.1%}"
+            error = f"{row.error:+.1f} points" if row.unit in ("points", "within") else f"{row.error:+.1%}"
         paper = f"> {_text(row.paper)}" if row.at_least else _text(row.paper)
         table.add_row(row.id, row.name, row.use, paper, _text(row.ours), error, "yes" if row.ok else "no")
     console.print(table)

@@ -69,6 +69,22 @@ class BatchJob:
         return _batches(self)
 
 
+@dataclass(frozen=True, slots=True)
+class BestRatioJob:
+    """A whole simulation at the ratio that is best when batches are replayed; the scenario's policy is `static-pd`."""
+
+    scenario: Scenario
+    workers: int
+    batches: int
+
+    def run(self) -> SimulationResult:
+        """See `Job`."""
+        ratios = [f"{prefill}P{self.workers - prefill}D" for prefill in range(1, self.workers)]
+        best = min(ratios, key=lambda ratio: BatchJob(self.scenario, ratio, self.batches).run().makespan_s)
+        policy = self.scenario.policy.model_copy(update={"configuration": best})
+        return simulate(self.scenario.model_copy(update={"policy": policy}))
+
+
 def run_job(job: AnyJob) -> object:
     """Run one job."""
     return job.run()

@@ -1,10 +1,10 @@
 """PEARL Figure 2: diminishing returns of data parallelism (a), interference (b), and modes by batch size (c)."""
 
 from collections.abc import Iterable
-from statistics import fmean
 
 from pearl_rl.simulation.experiments.bench import AnyJob, BatchJob, Bench, ClusterJob, variant
-from pearl_rl.simulation.experiments.targets import TargetRow, Unit, gain
+from pearl_rl.simulation.experiments.effort import FULL, Effort
+from pearl_rl.simulation.experiments.targets import TargetRow, Unit, gain, signs
 from pearl_rl.simulation.scenario import Scenario
 
 _FIXED = {"availability": {"trace": "none"}}
@@ -18,39 +18,32 @@ class Figure2a:
     """Qwen3-8B, 8 training GPUs, RLBoost+ on fixed pools. For calibration."""
 
     id = "F2a"
-    _SEEDS = (0, 1)
 
-    def __init__(self, batches: int = 10) -> None:
-        self._batches = batches
+    def __init__(self, effort: Effort = FULL) -> None:
+        self._batches = effort.many_batches
+        self._steps = effort.steps
 
-    def _scenario(self, seed: int) -> Scenario:
+    def _scenario(self) -> Scenario:
         cluster = {"training_gpus": 8, "reserved_rollout_gpus": _POOLS[0], "max_preemptible_gpus": 0}
         policy = {"name": "rlboost"}
-        return variant(_FIXED, name="pools", cluster=cluster, policy=policy, run={"steps": 2, "seed": seed})
+        return variant(_FIXED, name="pools", cluster=cluster, policy=policy, run={"steps": self._steps})
 
-    def _pool(self, gpus: int, seed: int) -> BatchJob:
-        scenario = self._scenario(seed)
+    def _pool(self, gpus: int) -> BatchJob:
+        scenario = self._scenario()
         return BatchJob(scenario, f"{gpus // scenario.tp}C", self._batches)
 
-    def _alone(self, seed: int) -> BatchJob:
-        return BatchJob(self._scenario(seed), "1C", self._batches, alone=True)
+    def _alone(self) -> BatchJob:
+        return BatchJob(self._scenario(), "1C", self._batches, alone=True)
 
     def jobs(self) -> list[AnyJob]:
         """What must be run."""
-        jobs: list[AnyJob] = [self._pool(gpus, seed) for gpus in _POOLS for seed in self._SEEDS]
-        return [
-            *jobs,
-            *(self._alone(seed) for seed in self._SEEDS),
-            *(ClusterJob(self._scenario(s)) for s in self._SEEDS),
-        ]
+        return [*(self._pool(gpus) for gpus in _POOLS), self._alone(), ClusterJob(self._scenario())]
 
     def rows(self, bench: Bench) -> Iterable[TargetRow]:
         """Paper and ours."""
-        first, second, third = (
-            fmean([bench.batches(self._pool(gpus, seed)).makespan_s for seed in self._SEEDS]) for gpus in _POOLS
-        )
-        training_s = fmean([bench.cluster(self._scenario(seed)).training_s for seed in self._SEEDS])
-        alone_s = fmean([bench.batches(self._alone(seed)).trajectory_s for seed in self._SEEDS])
+        first, second, third = (bench.batches(self._pool(gpus)).makespan_s for gpus in _POOLS)
+        training_s = bench.cluster(self._scenario()).training_s
+        alone_s = bench.batches(self._alone()).trajectory_s
 
         def row(name: str, paper: float, ours: float, unit: Unit = "value") -> TargetRow:
             return TargetRow(id=self.id, name=name, use="calibrate", paper=paper, ours=ours, unit=unit)
@@ -68,9 +61,9 @@ class Figure2b:
 
     id = "F2b"
 
-    def __init__(self, batches: int = 6) -> None:
+    def __init__(self, effort: Effort = FULL) -> None:
         scenario = variant(_FIXED, name="interference", model=_MOE)
-        self._job = BatchJob(scenario, f"{_WORKERS_C}C", batches)
+        self._job = BatchJob(scenario, f"{_WORKERS_C}C", effort.batches)
 
     def jobs(self) -> list[AnyJob]:
         """What must be run."""
@@ -94,8 +87,8 @@ class Figure2c:
 
     id = "F2c"
 
-    def __init__(self, batches: int = 8) -> None:
-        self._batches = batches
+    def __init__(self, effort: Effort = FULL) -> None:
+        self._batches = effort.batches
 
     def _job(self, batch: int, configuration: str) -> BatchJob:
         scenario = variant(_FIXED, name=f"batch-{batch}", model=_MOE, rollout={"batch": batch})
@@ -115,16 +108,26 @@ class Figure2c:
         def best(batch: int) -> tuple[float, str]:
             return min((bench.batches(self._job(batch, c)).makespan_s, c) for c in self._configurations())
 
+        gains = {}
         for batch, paper in ((32, 9.7), (80, 1.4), (96, -6.1)):
             colocated = bench.batches(self._job(batch, f"{_WORKERS_C}C")).makespan_s
+            gains[batch] = gain(colocated, best(batch)[0])
             yield TargetRow(
                 id=self.id,
                 name=f"best disaggregated over colocated throughput, batch {batch}, %",
                 use="predict",
                 paper=paper,
-                ours=gain(colocated, best(batch)[0]),
+                ours=gains[batch],
                 unit="points",
             )
+        yield TargetRow(
+            id=self.id,
+            name="signs of that at batch 32, 80, 96",
+            use="predict",
+            paper="+ + -",
+            ours=signs(gains.values()),
+            unit="text",
+        )
         for batch, ratio in ((48, "4P4D"), (64, "5P3D")):
             name = f"best ratio of 8 workers, batch {batch}"
             yield TargetRow(id=self.id, name=name, use="predict", paper=ratio, ours=best(batch)[1], unit="text")

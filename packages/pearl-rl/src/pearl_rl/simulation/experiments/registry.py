@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pearl_rl.errors import SettingsError
 from pearl_rl.simulation.experiments.bench import AnyJob, Bench
+from pearl_rl.simulation.experiments.effort import FULL, QUICK, Effort
 from pearl_rl.simulation.experiments.figure2 import Figure2a, Figure2b, Figure2c
 from pearl_rl.simulation.experiments.figures import Figure5, Figure7, Figure8
 from pearl_rl.simulation.experiments.tables import Recovery, Table2, Table3
@@ -40,7 +41,7 @@ class PaperRows(Protocol):
 OTHER_PAPERS: Mapping[str, str] = {}
 """Target → `module:function` (a `PaperRows`) under this package; imported only when asked for. Not part of `all`."""
 
-EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
+EXPERIMENTS: Mapping[str, Callable[[Effort], Experiment]] = {
     "F2a": Figure2a,
     "F2b": Figure2b,
     "F2c": Figure2c,
@@ -51,23 +52,10 @@ EXPERIMENTS: Mapping[str, Callable[[], Experiment]] = {
     "F8": Figure8,
     "R": Recovery,
 }
-"""Target id → its experiment at full length."""
-
-QUICK: Mapping[str, Callable[[], Experiment]] = {
-    "F2a": lambda: Figure2a(batches=1),
-    "F2b": lambda: Figure2b(batches=1),
-    "F2c": lambda: Figure2c(batches=1),
-    "T2": lambda: Table2(steps=2, batches=1),
-    "T3": Table3,
-    "F5": lambda: Figure5(duration_s=1800.0, seeds=1),
-    "F7": lambda: Figure7(steps=2),
-    "F8": lambda: Figure8(steps=2),
-    "R": lambda: Recovery(batches=1),
-}
-"""The same, too short to be trusted, to see that everything runs."""
+"""Target id → its experiment."""
 
 
-def reproduce(targets: Sequence[str], bench: Bench, *, quick: bool = False) -> list[TargetRow]:
+def reproduce(targets: Sequence[str], bench: Bench, effort: Effort = FULL) -> list[TargetRow]:
     """The rows of `targets` (ids in any case; `all`: PEARL's). Raises `SettingsError` for an unknown one."""
     names = [*EXPERIMENTS, *OTHER_PAPERS]
     known = {name.lower(): name for name in names}
@@ -80,12 +68,12 @@ def reproduce(targets: Sequence[str], bench: Bench, *, quick: bool = False) -> l
         else:
             raise SettingsError(f"no target '{target}': use all, or some of {', '.join(names)}")
     wanted = list(dict.fromkeys(wanted))
-    chosen = [(QUICK if quick else EXPERIMENTS)[name]() for name in wanted if name in EXPERIMENTS]
+    chosen = [EXPERIMENTS[name](effort) for name in wanted if name in EXPERIMENTS]
     bench.prepare([job for experiment in chosen for job in experiment.jobs()])
     rows = [row for experiment in chosen for row in experiment.rows(bench)]
     for name in wanted:
         if name in OTHER_PAPERS:
-            rows += paper_rows(name)(bench, quick=quick)
+            rows += paper_rows(name)(bench, quick=effort is QUICK)
     return rows
 
 

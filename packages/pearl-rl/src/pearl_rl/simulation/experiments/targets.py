@@ -1,11 +1,11 @@
 """Rows of a reproduction: what the paper says, what we get, and whether that is close enough."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Use = Literal["calibrate", "predict"]
-Unit = Literal["value", "ratio", "points", "text"]
+Unit = Literal["value", "ratio", "points", "within", "text"]
 
 CALIBRATED_WITHIN = 0.05
 RATIO_WITHIN = 0.15
@@ -25,8 +25,8 @@ class TargetRow:
     paper: float | str
     ours: float | str
     unit: Unit = "value"
-    """`points`: a gain in percent, compared in percentage points; `ratio` and `value`: compared relatively; `text`:
-    compared as it is."""
+    """`points`: a gain in percent, compared in percentage points, its sign too; `within`: without the sign, for what is
+    about 0; `ratio` and `value`: compared relatively; `text`: compared as it is."""
     at_least: bool = False
     """Whether `paper` is a bound that ours must exceed."""
 
@@ -35,7 +35,7 @@ class TargetRow:
         """Relative error, or the difference in percentage points; None for texts."""
         if isinstance(self.paper, str) or isinstance(self.ours, str):
             return None
-        return self.ours - self.paper if self.unit == "points" else self.ours / self.paper - 1.0
+        return self.ours - self.paper if self.unit in ("points", "within") else self.ours / self.paper - 1.0
 
     @property
     def ok(self) -> bool:
@@ -46,6 +46,8 @@ class TargetRow:
             return self.ours > self.paper
         error = self.error
         assert error is not None
+        if self.unit == "within":
+            return abs(error) <= POINTS_WITHIN
         if self.unit == "points":
             within = CALIBRATED_POINTS_WITHIN if self.use == "calibrate" else POINTS_WITHIN
             return abs(error) <= within and (self.use == "calibrate" or self.ours * self.paper > 0)
@@ -68,6 +70,11 @@ class TargetRow:
 def gain(value: float, base: float) -> float:
     """By how many percent `value` exceeds `base`."""
     return 100.0 * (value / base - 1.0)
+
+
+def signs(gains: Iterable[float]) -> str:
+    """Which of the gains are gains, and which losses: `+ + -`."""
+    return " ".join("+" if value > 0 else "-" for value in gains)
 
 
 def summary(rows: Sequence[TargetRow]) -> str:
