@@ -1,0 +1,186 @@
+"""Append records, make them durable together, read them back."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from pearl_rl.journal.frames import JournalError, Record, frame, records, scan
+from pearl_rl.journal.storage import Storage
+
+SCHEMA: Final = 1
+"""Version of what records mean; the first record of every segment carries it. A reader refuses newer ones by name."""
+
+BEGIN: Final = "begin"
+"""Kind of a segment's first record: the schema, the number of the next record, and a snapshot of everything before."""
+
+
+class Journal:
+    """One writer. Records are numbered from 0 over all segments; a snapshot begins a new segment.
+
+    `append` only collects; `commit` returns once all that was appended before it is durable. Commits of several callers
+    that come while a flush is under way share the next one (group commit).
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        """Continue the journal in `storage`, or begin an empty one.
+
+        Cuts off what a kill left behind the last whole frame: it was never acknowledged. Raises `JournalError` where
+        acknowledged records are damaged or a newer schema was written.
+        """
+        self._storage = storage
+        self._segment, self.next_number, self.torn_bytes = _open(storage)
+        self._durable = self.next_number
+        self._lines: list[bytes] = []
+        self._flushing: asyncio.Future[None] | None = None
+        self._failed: JournalError | None = None
+        self.commits = 0
+        """Flushes so far."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever written: begin with `snapshot`."""
+        return self._segment == 0
+
+    def append(self, kind: str, value: Any) -> int:
+        """Collect a record; returns its number. Lost unless `commit` returns after it."""
+        number = self.next_number
+        self.next_number += 1
+        self._lines.append(_line({"n": number, "k": kind, "v": value}))
+        return number
+
+    def snapshot(self, value: Any) -> None:
+        """Begin a new segment with `value`, which stands for all records appended so far. Durable on return."""
+        self.commit_now()
+        segment = self._segment + 1
+        line = _line({"n": self.next_number, "k": BEGIN, "schema": SCHEMA, "v": value})
+        self._storage.append(segment, frame([line]))
+        self._storage.sync(segment)
+        self._segment = segment
+
+    async def commit(self) -> None:
+        """Return once everything appended before this call is durable. Raises `JournalError` where the disk refuses."""
+        wanted = self.next_number
+        while self._durable < wanted:
+            if self._failed is not None:
+                raise self._failed
+            if self._flushing is not None:
+                await asyncio.shield(self._flushing)
+            else:
+                await self._flush_in_thread()
+
+    async def _flush_in_thread(self) -> None:
+        loop = asyncio.get_running_loop()
+        flushing = self._flushing = loop.create_future()
+        upto = self.next_number
+        try:
+            await loop.run_in_executor(None, self._flush, self._take())
+            self._durable = upto
+        except JournalError as error:
+            # Nothing may be appended behind a hole.
+            self._failed = error
+            raise
+        finally:
+            self._flushing = None
+            flushing.set_result(None)
+
+    def commit_now(self) -> None:
+        """`commit` without an event loop."""
+        self._flush(self._take())
+        self._durable = self.next_number
+
+    def _take(self) -> list[bytes]:
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _flush(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        if self._segment == 0:
+            raise JournalError("the journal was not begun: write a snapshot first")
+        self._storage.append(self._segment, frame(lines))
+        self._storage.sync(self._segment)
+        self.commits += 1
+
+
+def read(storage: Storage, *, up_to: int | None = None, from_start: bool = False) -> tuple[Record, Iterator[Record]]:
+    """The newest snapshot (not after record `up_to`; with `from_start` the first), and all records after it, in order.
+
+    `up_to` is the number of the first record that is not given. Raises `JournalError` where there is no such snapshot.
+    """
+    segments = storage.segments()
+    if not segments:
+        raise JournalError("the journal is empty")
+    begin: Record | None = None
+    first = 0
+    for at in range(len(segments)) if from_start else reversed(range(len(segments))):
+        found = _begin(storage, segments[at])
+        if found is not None and (up_to is None or found["n"] <= up_to):
+            begin, first = found, at
+            break
+    if begin is None:
+        raise JournalError(f"no snapshot at or before record {up_to}; the journal begins later")
+    return begin, _records(storage, segments[first:], up_to)
+
+
+def _records(storage: Storage, segments: list[int], up_to: int | None) -> Iterator[Record]:
+    expected: int | None = None
+    for segment in segments:
+        found = scan(storage.read(segment))
+        for payload in found.payloads:
+            for record in records(payload):
+                if record.get("k") == BEGIN:
+                    continue
+                number = record.get("n")
+                if not isinstance(number, int) or (expected is not None and number != expected):
+                    raise JournalError(f"segment {segment}: record {number} where {expected} must be")
+                if up_to is not None and number >= up_to:
+                    return
+                expected = number + 1
+                yield record
+        if found.damaged_at is not None:
+            raise JournalError(f"segment {segment}: damaged at byte {found.damaged_at}, and more follows")
+
+
+def _begin(storage: Storage, segment: int) -> Record | None:
+    """A segment's first record; None where its writing was cut short."""
+    payloads = scan(storage.read(segment)).payloads
+    first = next(records(payloads[0]), None) if payloads else None
+    if first is None:
+        return None
+    if first.get("k") != BEGIN or not isinstance(first.get("n"), int):
+        raise JournalError(f"segment {segment}: does not begin with a snapshot")
+    if first.get("schema") != SCHEMA:
+        raise JournalError(
+            f"segment {segment}: schema {first.get('schema')!r}, this one reads {SCHEMA}: use the version that wrote it"
+        )
+    return first
+
+
+def _open(storage: Storage) -> tuple[int, int, int]:
+    """The segment to go on with, the next record's number, and how many torn bytes were cut off."""
+    torn = 0
+    for segment in reversed(storage.segments()):
+        data = storage.read(segment)
+        found = scan(data)
+        if found.damaged_at is not None:
+            raise JournalError(f"segment {segment}: damaged at byte {found.damaged_at}, and more follows")
+        torn += len(data) - found.end
+        if found.end < len(data):
+            storage.truncate(segment, found.end)
+        begin = _begin(storage, segment)
+        if begin is None:
+            continue
+        number = begin["n"]
+        for payload in reversed(found.payloads):
+            lines = payload.rsplit(b"\n", 1)
+            last = next(records(lines[-1]))
+            if last.get("k") != BEGIN:
+                number = last["n"] + 1
+                break
+        return segment, number, torn
+    return 0, 0, torn
+
+
+def _line(record: Record) -> bytes:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
