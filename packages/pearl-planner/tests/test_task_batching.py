@@ -125,16 +125,15 @@ def test_kinds_are_spread_over_workers_within_the_lookahead() -> None:
 
 
 def test_headroom_is_kept_for_a_task_that_waited_too_long() -> None:
-    large = task("large", 80, W0, passed_over=4)
+    large = task("large", 80, W0, waits_since=6)
     limits = AdmissionLimits(max_passed_over=4)
     made = schedule_round(
-        budgets={W0: 100}, active=[task("a", 50, W0)], paused=[large], new=[task("n", 10)], limits=limits
+        budgets={W0: 100}, active=[task("a", 50, W0)], paused=[large], new=[task("n", 10)], limits=limits, number=10
     )
     assert made.admit == ()
     assert made.resume == ()
-    assert made.passed_over == {"large", "n"}
     young = schedule_round(
-        budgets={W0: 100}, active=[task("a", 50, W0)], paused=[replace(large, passed_over=3)], new=[task("n", 10)]
+        budgets={W0: 100}, active=[task("a", 50, W0)], paused=[large], new=[task("n", 10)], limits=limits, number=9
     )
     assert young.admit == (("n", W0),)
 
@@ -188,7 +187,7 @@ def _drawn(prefix: str, drawn: list[tuple[int, bool, int, bool, int, int]], acti
             group_finished=finished,
             group_size=4,
             executing=executing and active,
-            passed_over=passed,
+            waits_since=None if passed == 0 else passed,
         )
         for i, (tokens, evaluation, finished, executing, worker, passed) in enumerate(drawn)
     ]
@@ -207,7 +206,7 @@ def test_no_budget_is_exceeded_after_a_round_and_every_task_is_in_one_place(
     active, paused, new = _drawn("a", on, True), _drawn("p", off, False), _drawn("n", fresh, False)
     budgets = {W0: budget, W1: budget + 7}
     limits = AdmissionLimits(environment_slots=slots, staleness_allowance=allowance)
-    made = schedule_round(budgets=budgets, active=active, paused=paused, new=new, limits=limits)
+    made = schedule_round(budgets=budgets, active=active, paused=paused, new=new, limits=limits, number=60)
     by_id = {t.id: t for t in (*active, *paused, *new)}
     usage = dict.fromkeys(budgets, 0)
     placed = {t.id: t.worker for t in active if t.id not in made.pause} | dict(made.resume) | dict(made.admit)
@@ -243,7 +242,12 @@ def test_every_task_ends_though_new_ones_keep_coming(plan: list[tuple[int, int, 
         queue.append(filler)
         alive[filler.id] = (filler, 2)
         made = schedule_round(
-            budgets={W0: 70}, active=active.values(), paused=list(paused.values()), new=queue, limits=limits
+            budgets={W0: 70},
+            active=active.values(),
+            paused=list(paused.values()),
+            new=queue,
+            limits=limits,
+            number=number,
         )
         for id_ in made.pause:
             paused[id_] = active.pop(id_)
@@ -252,8 +256,8 @@ def test_every_task_ends_though_new_ones_keep_coming(plan: list[tuple[int, int, 
         for id_, worker in made.admit:
             active[id_] = replace(next(t for t in queue if t.id == id_), worker=worker)
         queue = [t for t in queue if t.id not in active]
-        paused = {i: replace(t, passed_over=t.passed_over + (i in made.passed_over)) for i, t in paused.items()}
-        queue = [replace(t, passed_over=t.passed_over + (t.id in made.passed_over)) for t in queue]
+        paused = {i: t if t.waits_since is not None else replace(t, waits_since=number) for i, t in paused.items()}
+        queue = [t if i or t.waits_since is not None else replace(t, waits_since=number) for i, t in enumerate(queue)]
         if active:
             id_ = sorted(active)[number % len(active)]
             turning, turns = alive[id_]
@@ -262,7 +266,7 @@ def test_every_task_ends_though_new_ones_keep_coming(plan: list[tuple[int, int, 
                 mine.discard(id_)
             else:
                 grown = active[id_].footprint_tokens + 5
-                active[id_] = replace(active[id_], footprint_tokens=grown, context_tokens=grown, passed_over=0)
+                active[id_] = replace(active[id_], footprint_tokens=grown, context_tokens=grown, waits_since=None)
                 alive[id_] = (turning, turns - 1)
     assert not mine
 

@@ -5,13 +5,13 @@ task: it is admitted where its footprint fits the worker's token budget, keeps i
 and is paused as a whole, by priority, before the engine would have to evict. One call of `schedule_round` is one pass
 of Algorithm 1 over all workers. Pure: the caller measures footprints and carries the round out.
 
-Two additions keep it free of starvation. A task that was passed over `max_passed_over` times is *due*: it comes before
-everything else, a worker's headroom is kept for it until it fits, and it is not paused again before its next turn is
-over. And diversity reorders new tasks only within a short look-ahead.
+Two additions keep it free of starvation. A task that waited for `max_passed_over` rounds is *due*: it comes before
+everything else, a worker's headroom is kept for it until it fits, and it is paused last until its next turn is over.
+And diversity reorders new tasks only within a short look-ahead.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pearl_state.trajectory import GroupId, TrajectoryId
@@ -64,8 +64,9 @@ class BatchedTask:
     """Whether a request of it is on the engine now (else its environment works, or it waits)."""
     worker: WorkerId | None = None
     """Where it is active, or was last."""
-    passed_over: int = 0
-    """Rounds since its last turn in which it wanted room and got none."""
+    waits_since: int | None = None
+    """Round in which it first wanted room and got none since its last turn; of new tasks only the head of the queue
+    waits. None: it does not."""
 
     @property
     def completion(self) -> float:
@@ -86,7 +87,7 @@ class AdmissionLimits:
     lookahead: int = 8
     """New tasks among which the one whose kind is rarest on the worker is taken; 1 keeps their order."""
     max_passed_over: int = 32
-    """Rounds after which a waiting task is due."""
+    """Rounds of waiting after which a task is due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +99,6 @@ class BatchingRound:
     admit: tuple[tuple[TrajectoryId, WorkerId], ...] = ()
     usage_tokens: Mapping[WorkerId, int] = field(default_factory=dict[WorkerId, int])
     """Worker → tokens of its active tasks once the round is carried out; never above its budget."""
-    passed_over: frozenset[TrajectoryId] = frozenset()
-    """Paused and new tasks at the head of the queue that wanted room and got none."""
     unfit: frozenset[TrajectoryId] = frozenset()
     """Tasks whose footprint exceeds every budget: no round will ever place them."""
 
@@ -130,6 +129,10 @@ class Footprints:
     def expected(self, group: GroupId) -> int:
         """Tokens that a new task of the group will take."""
         return self._probed.get(group, self._default)
+
+    def known(self, group: GroupId) -> bool:
+        """Whether the group was probed."""
+        return group in self._probed
 
     def may_start(self, task: TrajectoryId, group: GroupId) -> bool:
         """Whether a new task may be admitted now: its group is probed, or nobody probes it yet."""
@@ -162,12 +165,14 @@ class _Rank:
 
     id: WorkerId
     budget: int
-    tasks: list[BatchedTask]
-    usage: int
-    groups: Counter[GroupId]
-    kinds: Counter[str]
+    tasks: list[BatchedTask] = field(default_factory=list[BatchedTask])
+    usage: int = 0
     closed: bool = False
     """Its headroom is kept for a due task."""
+
+    @property
+    def headroom(self) -> int:
+        return self.budget - self.usage
 
     def fits(self, task: BatchedTask) -> bool:
         return self.usage + task.footprint_tokens <= self.budget
@@ -175,14 +180,12 @@ class _Rank:
     def add(self, task: BatchedTask) -> None:
         self.tasks.append(task)
         self.usage += task.footprint_tokens
-        self.groups[task.group] += 1
-        self.kinds[task.kind] += 1
 
-    def remove(self, task: BatchedTask) -> None:
-        self.tasks.remove(task)
-        self.usage -= task.footprint_tokens
-        self.groups[task.group] -= 1
-        self.kinds[task.kind] -= 1
+    def members(self, group: GroupId) -> int:
+        return sum(task.group == group for task in self.tasks)
+
+    def kinds(self) -> Counter[str]:
+        return Counter(task.kind for task in self.tasks)
 
 
 def schedule_round(
@@ -193,15 +196,17 @@ def schedule_round(
     new: Sequence[BatchedTask] = (),
     limits: AdmissionLimits | None = None,
     weights: PriorityWeights | None = None,
+    number: int = 0,
 ) -> BatchingRound:
-    """One pass of Algorithm 1: pause what overflows, then resume before admitting.
+    """One pass of Algorithm 1: pause what overflows, then resume before admitting. `number` counts rounds.
 
     `active` tasks name their worker; one whose worker has no budget any more is paused. `new` comes in the order of
-    its queue. Afterwards no worker's usage exceeds its budget, and a task is in at most one of the three lists.
+    its queue. Afterwards no worker's usage exceeds its budget, and a task is in at most one of the three lists (one
+    that was paused may go on elsewhere at once: it is in `pause` and in `resume`).
     """
     limits = limits or AdmissionLimits()
     weights = weights or PriorityWeights()
-    ranks = {id_: _Rank(id_, budget, [], 0, Counter(), Counter()) for id_, budget in sorted(budgets.items())}
+    ranks = {id_: _Rank(id_, budget) for id_, budget in sorted(budgets.items())}
     evicted: list[BatchedTask] = []
     for task in active:
         rank = ranks.get(task.worker) if task.worker is not None else None
@@ -209,105 +214,106 @@ def schedule_round(
             evicted.append(task)
         else:
             rank.add(task)
+    oldest = number - limits.max_passed_over
     for rank in ranks.values():
-        evicted.extend(_overflow(rank, limits, weights))
-    largest = max(budgets.values(), default=0)
+        if rank.usage > rank.budget:
+            evicted.extend(_overflow(rank, oldest, weights))
     # What was just paused may go on elsewhere at once: a closed worker's tasks move (section 5.2, task migration).
     waiting = [replace(task, executing=False) for task in evicted] + list(paused)
-    fitting = [task for task in waiting if task.footprint_tokens <= largest]
-    resumed = _resume(ranks, fitting, {task.id for task in evicted}, limits, weights)
+    resumed = _resume(ranks, waiting, {task.id for task in evicted}, oldest, weights)
     open_tasks = sum(len(rank.tasks) for rank in ranks.values()) + len(waiting) - len(resumed)
-    admitted, refused = _admit(ranks, new, open_tasks, limits)
-    placed = {id_ for id_, _ in resumed}
+    largest = max(budgets.values(), default=0)
     return BatchingRound(
         pause=tuple(task.id for task in evicted),
         resume=tuple(resumed),
-        admit=tuple(admitted),
+        admit=tuple(_admit(ranks, new, open_tasks, oldest, limits)),
         usage_tokens={id_: rank.usage for id_, rank in ranks.items()},
-        passed_over=frozenset(task.id for task in waiting if task.id not in placed) | refused,
         unfit=frozenset(task.id for task in (*waiting, *new) if task.footprint_tokens > largest > 0),
     )
 
 
-def _due(task: BatchedTask, limits: AdmissionLimits) -> bool:
-    return task.passed_over >= limits.max_passed_over
+def _due(task: BatchedTask, oldest: int) -> bool:
+    return task.waits_since is not None and task.waits_since <= oldest
 
 
-def _overflow(rank: _Rank, limits: AdmissionLimits, weights: PriorityWeights) -> list[BatchedTask]:
+def _overflow(rank: _Rank, oldest: int, weights: PriorityWeights) -> list[BatchedTask]:
     """Take the tasks of lowest priority off a worker until its budget holds; due ones go last."""
-    if rank.usage <= rank.budget:
-        return []
-    evicted: list[BatchedTask] = []
-    for task in sorted(rank.tasks, key=lambda t: (_due(t, limits), priority(t, weights), t.id)):
+    evicted: dict[TrajectoryId, BatchedTask] = {}
+    for task in sorted(rank.tasks, key=lambda t: (_due(t, oldest), priority(t, weights), t.id)):
         if rank.usage <= rank.budget:
             break
-        rank.remove(task)
-        evicted.append(task)
-    return evicted
+        evicted[task.id] = task
+        rank.usage -= task.footprint_tokens
+    rank.tasks = [task for task in rank.tasks if task.id not in evicted]
+    return list(evicted.values())
 
 
 def _resume(
     ranks: Mapping[WorkerId, _Rank],
     waiting: Sequence[BatchedTask],
     evicted: set[TrajectoryId],
-    limits: AdmissionLimits,
+    oldest: int,
     weights: PriorityWeights,
 ) -> list[tuple[TrajectoryId, WorkerId]]:
     """Place paused tasks, the highest priority first, each where its prefix or its group's is."""
-    order = sorted(waiting, key=lambda t: (not _due(t, limits), -priority(t, weights), t.id))
+    room = max((rank.headroom for rank in ranks.values()), default=0)
+    chance = [task for task in waiting if task.footprint_tokens <= room or _due(task, oldest)]
     resumed: list[tuple[TrajectoryId, WorkerId]] = []
-    for task in order:
+    for task in sorted(chance, key=lambda t: (not _due(t, oldest), -priority(t, weights), t.id)):
         open_ranks = [rank for rank in ranks.values() if not rank.closed]
-        if not open_ranks:
-            break
         if task.id in evicted and task.worker in ranks:
             # It overflowed its worker in this very round: only another one may take it, or it would bounce.
             open_ranks = [rank for rank in open_ranks if rank.id != task.worker]
         fitting = [rank for rank in open_ranks if rank.fits(task)]
         if fitting:
-            rank = min(fitting, key=lambda r: _affinity(r, task))
+            rank = fitting[0] if len(fitting) == 1 else min(fitting, key=lambda r: _affinity(r, task))
             rank.add(replace(task, worker=rank.id))
             resumed.append((task.id, rank.id))
-        elif _due(task, limits) and task.id not in evicted:
-            roomiest = max((r for r in open_ranks if r.budget >= task.footprint_tokens), key=_headroom, default=None)
-            if roomiest is not None:
-                roomiest.closed = True
+        elif _due(task, oldest) and task.id not in evicted:
+            able = [rank for rank in open_ranks if rank.budget >= task.footprint_tokens]
+            if able:
+                max(able, key=lambda r: (r.headroom, -r.id)).closed = True
     return resumed
 
 
 def _affinity(rank: _Rank, task: BatchedTask) -> tuple[bool, int, float, WorkerId]:
     """Smaller is better: its own worker, then the one with most of its group, then the emptiest."""
-    return (rank.id != task.worker, -rank.groups[task.group], rank.usage / rank.budget, rank.id)
-
-
-def _headroom(rank: _Rank) -> tuple[int, int]:
-    return (rank.budget - rank.usage, -rank.id)
+    return (rank.id != task.worker, -rank.members(task.group), rank.usage / rank.budget, rank.id)
 
 
 def _admit(
-    ranks: Mapping[WorkerId, _Rank], new: Sequence[BatchedTask], open_tasks: int, limits: AdmissionLimits
-) -> tuple[list[tuple[TrajectoryId, WorkerId]], frozenset[TrajectoryId]]:
+    ranks: Mapping[WorkerId, _Rank],
+    new: Sequence[BatchedTask],
+    open_tasks: int,
+    oldest: int,
+    limits: AdmissionLimits,
+) -> Iterator[tuple[TrajectoryId, WorkerId]]:
     """Admit new tasks within the three constraints, each on the worker with the most headroom."""
     slots = limits.environment_slots - open_tasks
     allowance = limits.staleness_allowance
     queue = list(new)
-    admitted: list[tuple[TrajectoryId, WorkerId]] = []
-    while queue and slots > 0:
-        rank = max((r for r in ranks.values() if not r.closed), key=_headroom, default=None)
-        if rank is None:
-            break
+    open_ranks = [rank for rank in ranks.values() if not rank.closed]
+    while queue and slots > 0 and open_ranks:
+        rank = max(open_ranks, key=lambda r: (r.headroom, -r.id))
         window = [t for t in queue[: limits.lookahead] if t.evaluation or allowance > 0]
         if not window:
             # Training tasks fill the window and may not go: evaluation behind them must not wait for them.
             window = [task for task in queue if task.evaluation][:1]
-        due = [task for task in window if _due(task, limits)]
+        due = [task for task in window if _due(task, oldest)]
         fitting = [task for task in (due or window) if rank.fits(task)]
         if not fitting:
-            break
-        chosen = min(enumerate(fitting), key=lambda e: (not e[1].evaluation, rank.kinds[e[1].kind], e[0]))[1]
+            return
+        chosen = _rarest(rank, fitting)
         queue.remove(chosen)
         rank.add(replace(chosen, worker=rank.id))
-        admitted.append((chosen.id, rank.id))
+        yield chosen.id, rank.id
         slots -= 1
         allowance -= not chosen.evaluation
-    return admitted, frozenset(task.id for task in queue[:1])
+
+
+def _rarest(rank: _Rank, fitting: Sequence[BatchedTask]) -> BatchedTask:
+    """Evaluation first, then the kind of which the worker has fewest, then the order of the queue."""
+    if len({(task.evaluation, task.kind) for task in fitting}) == 1:
+        return fitting[0]
+    kinds = rank.kinds()
+    return min(enumerate(fitting), key=lambda e: (not e[1].evaluation, kinds[e[1].kind], e[0]))[1]

@@ -38,7 +38,9 @@ class PaperRows(Protocol):
         ...
 
 
-OTHER_PAPERS: Mapping[str, str] = {}
+OTHER_PAPERS: Mapping[str, str] = {
+    "tiderl": "tiderl:rows",
+}
 """Target → `module:function` (a `PaperRows`) under this package; imported only when asked for. Not part of `all`."""
 
 EXPERIMENTS: Mapping[str, Callable[[Effort], Experiment]] = {

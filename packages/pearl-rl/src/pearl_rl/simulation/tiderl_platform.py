@@ -1,0 +1,126 @@
+"""The testbed of TideRL section 6.1 in our terms: engines, training times, and workloads, each number with its origin.
+
+Nothing here is fitted to TideRL's results. The engines' costs are the kernel tables and the `paper` parameter set of
+all other simulations; what neither has is assumed, and says so.
+"""
+
+from dataclasses import dataclass
+
+from pearl_planner.catalog import GpuSpec, ModelSpec, find_gpu, find_model
+from pearl_planner.ref_actor import MicroBatchCosts
+from pearl_rl.rollout.environments.protocol import Task
+from pearl_rl.simulation.batch_run import WorkerModel
+from pearl_rl.simulation.kernels import IterationOverheads, WorkerCosts
+from pearl_rl.simulation.parameters import load_parameters
+from pearl_rl.simulation.requests import SimulatedEngineLimits
+from pearl_rl.simulation.turn_model import bundled_turn_model
+from pearl_rl.simulation.workload import ModelWorkload, Script, WorkloadOptions
+
+PCIE_FRACTION = 0.8
+"""Part of the PCIe rate that copies of whole models reach; assumed."""
+CONTEXT_SWITCH_S = 0.05
+"""Changing the model that runs without moving it: allocator, streams, communicators; assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Trajectories of one benchmark of TideRL's Table 4."""
+
+    name: str
+    model: str
+    options: WorkloadOptions
+    turn_model: str = "webshop"
+
+    def scripts(self, tasks: int, group_size: int, seed: int = 0, first: int = 0) -> list[Script]:
+        """The scripts of `tasks` samples from number `first` on; neighbours share a task."""
+        workload = ModelWorkload(bundled_turn_model(self.turn_model), self.options, seed)
+        return [
+            workload.script(Task(id=f"{n // group_size:06d}", seed=0, payload={}), n)
+            for n in range(first, first + tasks)
+        ]
+
+
+WEBSHOP = Workload(
+    "WebShop",
+    "qwen2.5-7b",
+    WorkloadOptions(
+        # Appendix C.1: at most 20 turns and 8,192 tokens.
+        max_context_tokens=8192,
+        max_turns=20,
+        # Table 4: 8 rounds and 3,400 tokens on average at the beginning; the ReAct transcripts have 6.9 and 430.
+        turns_scale=1.16,
+        first_prompt_scale=14.0,
+        prompt_scale=9.0,
+        # Figure 2 and Table 3: about 650 tokens/s over 548.5 s for 1,056 tasks, 40 tokens a turn.
+        response_scale=2.5,
+        # The turn model's tool times are file views of 0.1 to 2 s; a web environment over HTTP is slower; assumed.
+        tool_scale=4.0,
+    ),
+)
+OSWORLD = Workload(
+    "OSWorld",
+    "qwen3-8b",
+    WorkloadOptions(
+        # Appendix C.2: at most 50 turns, five to nine screenshots in the context (a sliding window).
+        max_context_tokens=16_384,
+        max_turns=50,
+        # Table 4: 35 rounds and 12,000 tokens at the beginning. Of a rewritten window only the rest is found again.
+        turns_scale=4.6,
+        first_prompt_scale=30.0,
+        prompt_scale=5.2,
+        response_scale=3.0,
+        tool_scale=10.0,
+        reset_s=30.0,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Testbed:
+    """H100s that roll out and train one model."""
+
+    model: ModelSpec
+    gpu: GpuSpec
+    worker: WorkerModel
+
+    @staticmethod
+    def of(model: str) -> "Testbed":
+        """A testbed for a model of the catalog, one GPU a worker."""
+        spec, gpu = find_model(model), find_gpu("h100")
+        parameters = load_parameters("paper", model)
+        engine = parameters.engine
+        room = gpu.hbm_bytes * engine.memory_fraction - engine.reserve_bytes - spec.weight_bytes
+        limits = SimulatedEngineLimits(
+            kv_tokens=int(room / spec.kv_bytes_per_token),
+            chunk_tokens=engine.chunk_tokens,
+            # Section 6.5: 1,024 is the most that the baseline may run.
+            max_running=1024,
+            reserve_tokens=64,
+        )
+        # The paper set's cost of a phase change is calibrated on SGLang and PEARL's figures; TideRL runs vLLM.
+        costs = WorkerCosts(spec, gpu, 1, IterationOverheads())
+        worker = WorkerModel(
+            costs=costs,
+            limits=limits,
+            kv_bytes_per_token=spec.kv_bytes_per_token,
+            link_bytes_per_s=1.0,
+            link_latency_s=0.0,
+        )
+        return Testbed(spec, gpu, worker)
+
+    def forward_s(self, tokens: int) -> float:
+        """A forward pass over `tokens` tokens on one GPU, by the kernel tables of prefill."""
+        return self.worker.costs.prefill_s([(tokens, 0)], 0)
+
+    def micro_batch(self, tokens: int, *, offload: bool) -> MicroBatchCosts:
+        """Costs of one micro-batch on one rank; with `offload` the model that does not run is in host memory."""
+        forward = self.forward_s(tokens)
+        copy_s = self.model.weight_bytes / (self.gpu.pcie_gbps * 1e9 * PCIE_FRACTION)
+        return MicroBatchCosts(
+            ref_forward_s=forward,
+            actor_forward_s=forward,
+            # Twice the arithmetic of the forward.
+            actor_backward_s=2.0 * forward,
+            # One model out, the other one in; each direction has its own lanes.
+            swap_s=CONTEXT_SWITCH_S + (copy_s if offload else 0.0),
+        )
