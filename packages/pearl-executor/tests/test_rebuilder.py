@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pearl_executor.limits import Limits
+from pearl_executor.ports import Finish
 from pearl_executor.testing import FakeWorld, Fault, row
 from pearl_executor.virtual_time import run_virtual
 from pearl_state.effects import ApplyStage, CleanWorkers, GroupKind, PrepareGroup
@@ -202,6 +203,38 @@ def test_a_notice_that_is_longer_than_needed_is_not_used_up() -> None:
         await asyncio.sleep(1.0)
         (event,) = await world.run(shrink(*workers, deadline_s=31.0))
         assert event.now_s == pytest.approx(2.1)
+
+    run_virtual(main())
+
+
+def test_requests_finish_where_the_notice_leaves_time_for_them() -> None:
+    async def main() -> None:
+        world = FakeWorld()
+        workers = leaving(world, 1)
+        call = world.generate(workers[0], 500)  # ten seconds
+        await asyncio.sleep(1.0)
+        (event,) = await world.run(shrink(*workers, deadline_s=120.0))
+        assert event.now_s < 12.0
+        assert list((await call.task).tokens) == call.expected
+        assert call.task.result().finish is Finish.LENGTH
+
+    run_virtual(main())
+
+
+def test_what_does_not_finish_within_the_notice_is_interrupted_and_keeps_its_prefix() -> None:
+    """ray#63968: a notice of 30 s, 4.4 s to stop, and a longest request of 90 s end in an interruption, not a loss."""
+
+    async def main() -> None:
+        world = FakeWorld(limits=Limits(stop_s=4.4, interrupt_s=2.0, kill_s=2.0, drain_s=60.0))
+        workers = leaving(world, 1)
+        long, short = world.generate(workers[0], 4_500), world.generate(workers[0], 200)
+        await asyncio.sleep(1.0)
+        (event,) = await world.run(shrink(*workers, deadline_s=31.0))
+        assert 18.0 < event.now_s <= 26.0
+        assert list((await short.task).tokens) == short.expected
+        assert (await long.task).finish is Finish.INTERRUPTED
+        assert len(long.task.result().tokens) > 900
+        assert long.kept()
 
     run_virtual(main())
 

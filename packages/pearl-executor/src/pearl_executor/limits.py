@@ -18,6 +18,9 @@ class Limits:
     """Loading one snapshot while a worker is being prepared."""
     sync_s: float = 300.0
     """Loading one snapshot on a worker that serves or is about to be admitted."""
+    drain_s: float = 20.0
+    """A worker that must leave may finish its requests for so long, where its deadline allows it; then they end with
+    what they have."""
     interrupt_s: float = 5.0
     """Ending all requests of a worker with their partial tokens."""
     interrupt_again_s: float = 1.0

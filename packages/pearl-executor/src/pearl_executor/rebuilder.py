@@ -41,7 +41,8 @@ class ClusterRebuilder:
     async def leave(self, worker: Worker, deadline_s: float | None) -> None:
         """Save partial work, then end the process; kill it in time for `deadline_s` (absolute) where it must be.
 
-        Returns once the GPUs are empty, as early as possible. Raises `CallError` where not even the kill was confirmed.
+        While the deadline allows, requests run to their end (`Limits.drain_s`); what is left is interrupted and keeps
+        its prefix. Returns once the GPUs are empty. Raises `CallError` where not even the kill was confirmed.
         """
         loop = asyncio.get_running_loop()
         limits = self._workers.limits
@@ -49,11 +50,21 @@ class ClusterRebuilder:
             loop.time() + limits.interrupt_s + limits.stop_s if deadline_s is None else kill_time(deadline_s, limits)
         )
         self._weights.give_up(worker)
+        if deadline_s is not None:
+            await self._drain(worker, kill_at_s - limits.stop_s - limits.interrupt_s - loop.time())
         if (left_s := kill_at_s - loop.time()) > 0.0:
             # Callers keep the tokens that they saw; where the interruption fails, the rest is not worth waiting for.
             with contextlib.suppress(CallError):
                 await self._workers.interrupt(worker, left_s)
         await self._workers.end(worker, kill_at_s)
+
+    async def _drain(self, worker: Worker, left_s: float) -> None:
+        """Let requests finish where more time is left than the rest of leaving takes."""
+        drain_s = min(left_s, self._workers.limits.drain_s)
+        if drain_s > 0.0:
+            # Those that do not finish are interrupted; a process that is broken is killed by what follows.
+            with contextlib.suppress(CallError):
+                await self._workers.finish(worker, drain_s)
 
     async def _bring_up(self, worker: Worker) -> int:
         """Start, then load what is newest *then*: no weights are sent to a process that is not there yet."""

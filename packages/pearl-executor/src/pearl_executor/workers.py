@@ -90,6 +90,10 @@ class BoundedWorkers:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
+    async def finish(self, worker: Worker, limit_s: float) -> None:
+        """Let all requests come to their end, for at most `limit_s`; raises `CallError` where some did not."""
+        await self._calls.call(worker, "wait_idle", self._port.wait_idle(worker), limit_s)
+
     async def interrupt(self, worker: Worker, limit_s: float) -> int:
         """End all requests, which return with their partial tokens; returns how many there were."""
         limit_s = min(limit_s, self.limits.interrupt_s)

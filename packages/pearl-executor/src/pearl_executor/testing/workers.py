@@ -56,10 +56,17 @@ class FakeProcess:
     loading: bool = False
     running: dict[str, _Request] = field(default_factory=dict)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    decoding: int = 0
+    """Requests in decode; between two tokens they are not `running` and the engine is not idle either."""
     frozen: "asyncio.Future[None] | None" = None
     """Set while the process is stopped: done once it runs on, or is gone."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
+
+    def rest(self) -> None:
+        """Be idle, if nothing is left to do."""
+        if not self.running and not self.decoding:
+            self.idle.set()
 
     @property
     def owner(self) -> str:
@@ -293,20 +300,25 @@ class FakeWorkers:
         process.prefill_tokens += len(request.prompt)
         last, tokens, spans = (request.prompt[-1] if request.prompt else 0), list[int](), list[WeightSpan]()
         finish = Finish.LENGTH
-        while len(tokens) < request.max_new_tokens:
-            if await self._hold(process, request.rid, delay_s + self._decode_token_s) is Finish.INTERRUPTED:
-                finish = Finish.INTERRUPTED
-                break
-            delay_s = 0.0
-            last = next_token(last, len(request.prompt) + len(tokens))
-            version = process.version or 0
-            tokens.append(last)
-            spans.append(WeightSpan(version, 1))
-            process.generated_tokens += 1
-            on_chunk(TokenChunk((last,), (-1.0,), version, len(tokens) - 1))
-            if last in request.sampling.stop_token_ids:
-                finish = Finish.STOP
-                break
+        process.decoding += 1
+        try:
+            while len(tokens) < request.max_new_tokens:
+                if await self._hold(process, request.rid, delay_s + self._decode_token_s) is Finish.INTERRUPTED:
+                    finish = Finish.INTERRUPTED
+                    break
+                delay_s = 0.0
+                last = next_token(last, len(request.prompt) + len(tokens))
+                version = process.version or 0
+                tokens.append(last)
+                spans.append(WeightSpan(version, 1))
+                process.generated_tokens += 1
+                on_chunk(TokenChunk((last,), (-1.0,), version, len(tokens) - 1))
+                if last in request.sampling.stop_token_ids:
+                    finish = Finish.STOP
+                    break
+        finally:
+            process.decoding -= 1
+            process.rest()
         return GenerateResult(
             finish=finish,
             tokens=tuple(tokens),
@@ -333,8 +345,7 @@ class FakeWorkers:
             if not request.ended.cancel():
                 request.ended.exception()  # nobody may be left to be told
             del process.running[rid]
-            if not process.running:
-                process.idle.set()
+            process.rest()
 
     async def _perform(
         self, method: str, worker: Worker, act: Callable[[FakeProcess], T], *, must_live: bool = True

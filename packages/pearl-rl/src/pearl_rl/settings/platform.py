@@ -1,6 +1,6 @@
 """Settings of what the job runs on: engine, cluster, availability, emulated device, planner, and time limits."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -148,6 +148,7 @@ class ExecutorLimitSettings(Section):
     start_s: float = Field(gt=0, description="process start and engine construction")
     load_s: float = Field(gt=0, description="loading a snapshot while a worker is being prepared")
     sync_s: float = Field(gt=0, description="loading a snapshot on a worker that serves or is about to")
+    drain_s: float = Field(gt=0, description="letting requests finish on a worker that leaves, if its deadline allows")
     interrupt_s: float = Field(gt=0, description="ending all requests of a worker with their partial tokens")
     interrupt_again_s: float = Field(gt=0, description="a worker that is not idle by then is interrupted again")
     idle_s: float = Field(gt=0, description="from the first interruption until the engine is idle")
