@@ -17,6 +17,7 @@ from pearl_planner.elastic import Borrowing, ElasticSettings
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, pinned, static_pd
 from pearl_planner.switching import SwitchCosts
+from pearl_rl.own_policy import own_policy
 from pearl_rl.preflight import trace_path
 from pearl_rl.rollout.agent import AgentLimits
 from pearl_rl.rollout.pipeline_settings import PipelineSettings
@@ -93,6 +94,8 @@ def policy(settings: Settings) -> Policy:
     """Who chooses the configuration."""
     planner = settings.planner
     held = Configuration.parse(planner.configuration) if planner.configuration else None
+    if ":" in planner.policy:
+        return own_policy(planner.policy)
     if planner.policy == "fixed":
         return fixed(held)
     if planner.policy == "colocated_elastic":

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pearl_rl.settings.job import Section
+from pearl_rl.settings.names import named_policy
 
 
 class SglangSettings(Section):
@@ -118,10 +119,10 @@ class DeviceSettings(Section):
 class PlannerSettings(Section):
     """`[planner]`: how configurations are chosen."""
 
-    policy: Literal["pearl", "colocated_elastic", "static_pd", "pinned", "fixed"] = Field(
+    policy: Annotated[str, named_policy("pearl", "colocated_elastic", "static_pd", "pinned", "fixed")] = Field(
         description=(
             "who chooses: the model (pearl), colocation only with preemptible GPUs, one ratio with preemptible GPUs, "
-            "a person's ratio with borrowing too (pinned), or reserved GPUs only"
+            "a person's ratio with borrowing too (pinned), reserved GPUs only, or one of your own, module:attribute"
         )
     )
     configuration: str = Field(

@@ -10,6 +10,7 @@ from pearl_planner.elastic import Borrowing
 from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa
 from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed, pearl, static_pd
 from pearl_planner.switching import SwitchCosts
+from pearl_rl.own_policy import own_policy
 from pearl_rl.rollout.pipeline_settings import Injection
 from pearl_rl.simulation.scenario import Scenario
 from pearl_state.configuration import Configuration
@@ -62,14 +63,19 @@ def injection(scenario: Scenario) -> Injection:
     return Injection.CONTINUOUS if scenario.policy.name.split("+")[-1] == "tiderl" else Injection.BATCH
 
 
-def _borrowing(policy: ModelPolicy | InStepPolicy, *, borrows: bool) -> ModelPolicy | InStepPolicy:
+def _borrowing(policy: Policy, *, borrows: bool) -> Policy:
+    if not isinstance(policy, InStepPolicy | ModelPolicy):
+        return policy
     if isinstance(policy, InStepPolicy):
         return replace(policy, between=replace(policy.between, borrows=borrows))
     return replace(policy, borrows=borrows)
 
 
-def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[ModelPolicy | InStepPolicy, Borrowing]:
+def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[Policy, Borrowing]:
     choice = scenario.policy
+    if ":" in choice.name:
+        own = own_policy(choice.name)
+        return own, Borrowing.GATED if own.borrows else Borrowing.OFF
     name = choice.name.removesuffix(_TIDERL)
     settings = DecideSettings(model=choice.model)
     if choice.ratio_threshold is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -13,8 +13,9 @@ from pearl_rl.errors import SettingsError
 from pearl_rl.settings.job import Section
 from pearl_rl.settings.load import parse_override
 from pearl_rl.settings.messages import rule, short
+from pearl_rl.settings.names import named_policy
 
-PolicyName = Literal[
+POLICIES = (
     "roll",
     "roll-large",
     "rlboost",
@@ -31,7 +32,9 @@ PolicyName = Literal[
     "tiderl",
     "pearl+tiderl",
     "pearl+prorsa+tiderl",
-]
+)
+"""Names of the bundled policies."""
+
 BUNDLED = ("paper-segment1", "paper-segment2", "paper-segment3", "paper-fixed", "webshop", "weka")
 """Names of the bundled scenarios."""
 
@@ -94,7 +97,9 @@ class WorkloadSection(Section):
 class PolicySection(Section):
     """`[policy]`: who chooses."""
 
-    name: PolicyName = Field(default="pearl", description="policy")
+    name: Annotated[str, named_policy(*POLICIES)] = Field(
+        default="pearl", description="a bundled policy, or one of your own as module:attribute"
+    )
     configuration: str = Field(default="", description="configuration of static-pd, like 3P5D")
     borrowing: Literal["", "off", "ungated", "gated"] = Field(
         default="", description="override of the policy's borrowing"
