@@ -85,6 +85,7 @@ def test_a_new_folder_holds_settings_that_load_again_and_room_for_the_rest(tmp_p
         "metrics.jsonl",
         "table.jsonl",
         "requests.jsonl",
+        "loads.jsonl",
         "checkpoints",
         "weights",
     }

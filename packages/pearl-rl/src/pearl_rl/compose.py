@@ -19,6 +19,7 @@ from pearl_planner.elastic import ElasticState, initial_state
 from pearl_rl import parts
 from pearl_rl.checkpoints import CheckpointWriter, find
 from pearl_rl.control.liveness import StallProbe
+from pearl_rl.control.open_to_people import open_to_people
 from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
@@ -192,7 +193,11 @@ class _Run:
             rollout_runtime(settings, recipe, processes, model_dir, folder.path / "workers", self._on_lost)
         )
         self._wire(runtime, suite, tokenizer, model_dir)
-        self._source = parts.availability(settings, processes.nodes)
+        people = parts.people_gpus(settings)
+        self._source = parts.availability(settings, processes.nodes, people)
+        loads, say = self._router.worker_loads, self._observer.on_message
+        opened = open_to_people(settings, folder, self._scheduler, loads, gpus=people, say=say)
+        await stack.enter_async_context(opened)
 
     async def _model(self, forks: ProcessServer, suite: EnvironmentSuite, model_dir: Path) -> TextTokenizer:
         """The tokenizer of the model; a tiny model is built first, from scratch."""

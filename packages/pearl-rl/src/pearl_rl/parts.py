@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pearl_executor.availability import ControlFileSource, FixedSource, TraceSource, merge_sources, read_trace
+from pearl_executor.availability_http import CommandSource
 from pearl_executor.engines.torch.contract import EngineLimits
 from pearl_executor.limits import Limits
 from pearl_executor.pacing import Pace
@@ -140,11 +141,28 @@ def toggle_costs(settings: Settings) -> ToggleCosts:
     )
 
 
-def availability(settings: Settings, nodes: dict[int, str] | None = None) -> AvailabilitySource:
+def preemptible_gpus(settings: Settings) -> range:
+    """Numbers of the GPUs that come and go: after training's and the reserved ones."""
+    cluster = settings.cluster
+    first = cluster.training_gpus + cluster.reserved_rollout_gpus
+    return range(first, first + cluster.max_preemptible_gpus)
+
+
+def people_gpus(settings: Settings) -> CommandSource | None:
+    """Where people offer and reclaim preemptible GPUs through the control server; None where they do not."""
+    source = settings.availability
+    if source.source != "control" or source.control_file or not settings.cluster.max_preemptible_gpus:
+        return None
+    return CommandSource(gpus=preemptible_gpus(settings), notice_s=source.notice_s)
+
+
+def availability(
+    settings: Settings, nodes: dict[int, str] | None = None, people: AvailabilitySource | None = None
+) -> AvailabilitySource:
     """Reserved rollout GPUs for good, and preemptible ones as the settings say.
 
     GPUs are numbered: training first, then reserved rollout, then preemptible ones. `nodes` is filled with the node
-    that each GPU is on, where the source follows nodes.
+    that each GPU is on, where the source follows nodes. `people` stands in for a control file.
     """
     cluster, source = settings.cluster, settings.availability
     first = cluster.training_gpus
@@ -163,6 +181,8 @@ def availability(settings: Settings, nodes: dict[int, str] | None = None) -> Ava
     elif source.source in NOTICE_KINDS:
         notices = notice_source(source.source, notice_s=source.notice_s, base=source.metadata_url)
         sources.append(NoticedGpus(notices, gpus=preemptible))
+    elif source.source == "control" and people is not None:
+        sources.append(people)
     elif source.source == "control":
         sources.append(ControlFileSource(Path(source.control_file), gpus=preemptible, notice_s=source.notice_s))
     else:

@@ -17,12 +17,14 @@ from pearl_rl.encoding import encode, encode_event, json_line
 from pearl_rl.errors import CommandError
 from pearl_rl.observer import StepRecord
 from pearl_rl.rollout.recorded_generation import RequestRecord
+from pearl_rl.rollout.serving import WorkerLoad
 from pearl_rl.settings import ResolvedSettings, to_json, to_toml
 from pearl_rl.summary import TrainSummary
 from pearl_state.decision import Decision
 from pearl_state.events import Event
 from pearl_state.plan import TransitionPlan
 from pearl_state.trajectory import Trajectory
+from pearl_state.worker import WorkerId
 
 CONFIG_TOML = "config.resolved.toml"
 CONFIG_JSON = "config.resolved.json"
@@ -66,6 +68,7 @@ class RunFolder:
         self._metrics = LineFile(path / "metrics.jsonl")
         self._table = LineFile(path / "table.jsonl")
         self._requests = LineFile(path / "requests.jsonl")
+        self._loads = LineFile(path / "loads.jsonl")
         self._decision_count = sum(1 for line in read_lines(self._decisions.path) if "decision" in line)
 
     @classmethod
@@ -147,6 +150,10 @@ class RunFolder:
         """Keep who served a request."""
         self._requests.append(record)
 
+    def record_loads(self, loads: Mapping[WorkerId, WorkerLoad], *, now_s: float) -> None:
+        """Keep what each worker has to do at this moment."""
+        self._loads.append({"now_s": now_s, "loads": loads})
+
     def write_summary(self, summary: TrainSummary | Mapping[str, Any]) -> None:
         """Write the summary, whole or not at all."""
         temporary = self.path / f"{SUMMARY}.partial"
@@ -162,6 +169,7 @@ class RunFolder:
             self._metrics,
             self._table,
             self._requests,
+            self._loads,
         ):
             file.close()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from pearl_rl.settings.control import ControlSettings
 from pearl_rl.settings.job import (
     EnvironmentSettings,
     ModelSettings,
@@ -42,6 +43,7 @@ class Settings(Section):
     device: DeviceSettings = Field(description="the emulated device that each worker is paced to")
     planner: PlannerSettings = Field(description="how configurations are chosen")
     telemetry: TelemetrySettings = Field(description="where traces, metrics and scalars go")
+    control: ControlSettings = Field(description="how people reach the run while it goes on")
     limits: LimitSettings = Field(description="bound of each wait")
 
 
@@ -152,11 +154,13 @@ def _tokens(settings: Settings) -> Iterator[Contradiction]:
 
 def _availability(settings: Settings) -> Iterator[Contradiction]:
     availability = settings.availability
-    needs = {"trace": availability.trace, "control": availability.control_file}
+    needs = {"trace": availability.trace, "control": availability.control_file or settings.control.http}
     if not needs.get(availability.source, "none needed"):
         key = "availability.trace" if availability.source == "trace" else "availability.control_file"
+        other = "" if availability.source == "trace" else ", or set control.http=true"
         yield Contradiction(
-            (key, "availability.source"), f'availability.source="{availability.source}" needs {key}; name a file'
+            (key, "availability.source"),
+            f'availability.source="{availability.source}" needs {key}; name a file{other}',
         )
 
 
