@@ -122,6 +122,13 @@ def dst(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """The default job on a Ray cluster of this machine while workers are killed and nodes drain and go."""
+    sync(session, "--group", "ray")
+    session.run("pytest", "integration/ray", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 def effects(session: nox.Session) -> None:
     """Predicted against measured effects on this machine; about half an hour."""
     sync(session)

@@ -156,7 +156,7 @@ def test_the_job_runs_to_its_end_on_real_actors_and_nothing_is_lost_or_stale(sto
 
 
 def test_a_killed_worker_is_explained_and_comes_back_as_another_incarnation(story):
-    (failure,) = [e for e in story.job.events("WorkerFailed") if e["worker"] == story.victim]
+    failure = next(e for e in story.job.events("WorkerFailed") if e["worker"] == story.victim)
     assert failure["now_s"] - story.killed_s < 3.0
     assert "ended from outside" in failure["cause"]
     row = story.job.rows()[str(story.victim)]

@@ -129,11 +129,6 @@ def store_files(folder: Path, snapshot: str, names: Sequence[str], contents: "Se
     return final
 
 
-def remove_folder(run: str) -> None:
-    """Remove what a run kept on this node."""
-    shutil.rmtree(node_folder(run), ignore_errors=True)
-
-
 class NodeWatcher:
     """Hears of its node's preemption where the provider tells only the node itself."""
 
@@ -158,6 +153,10 @@ class NodeWarden:
 
     def beat(self) -> None:
         """Say that the node is there: an answer is all."""
+
+    def clean(self, run: str) -> None:
+        """Remove what a run kept on this node."""
+        shutil.rmtree(node_folder(run), ignore_errors=True)
 
     def end(self, pid: int, started: str, limit_s: float) -> bool:
         """SIGKILL for the process, unless it is gone. Returns whether it is gone within `limit_s`, in seconds."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from pearl_executor.runtimes.ray.actors import NodeWarden, Whereabouts, remove_folder
+from pearl_executor.runtimes.ray.actors import NodeWarden, Whereabouts
 from pearl_executor.runtimes.ray.cluster import require_ray
 
 _log = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class Wardens:
         for task in self._beats.values():
             task.cancel()
         await asyncio.gather(*self._beats.values(), return_exceptions=True)
-        nodes = set(self._wardens) & await asyncio.to_thread(_alive)
-        removals = [on_node(ray.remote(remove_folder), node, self._run) for node in nodes]
+        alive = await asyncio.to_thread(_alive)
+        removals = [warden.clean.remote(self._run) for node, warden in self._wardens.items() if node in alive]
         if removals:
             _, missing = await asyncio.to_thread(ray.wait, removals, num_returns=len(removals), timeout=_CLEAN_S)
             if missing:
