@@ -1,9 +1,13 @@
 """What tests with real SGLang on a CPU share: its environment, the fork server, options, and tiny models."""
 
+import json
 import os
+import random
+import struct
 import subprocess
 import sys
 import tempfile
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +42,13 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def fork_server() -> Iterator[tuple[str, ...]]:
-    """A running fork server; yields the command that behaves like its environment's Python."""
+    """A running fork server; yields the command that behaves like its environment's Python.
+
+    `PEARL_SGLANG_FORKS` names the socket of one that runs already, in the same session, while one works on tests.
+    """
+    if os.environ.get("PEARL_SGLANG_FORKS"):
+        yield (sys.executable, str(HERE / "interpreter.py"), os.environ["PEARL_SGLANG_FORKS"])
+        return
     with tempfile.TemporaryDirectory(prefix="sglang-") as folder:
         path = str(Path(folder, "forks"))
         with Path(folder, "log").open("wb") as log:
@@ -87,3 +97,59 @@ def cpu_options(interpreter: tuple[str, ...], model_dir: Path, **changes: object
         "env": {"MC_FORCE_TCP": "1"},
     }
     return SglangOptions(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def tiny_model(folder: Path, seed: int, vocabulary: int = 300) -> Path:
+    """A random Qwen3 of about 80,000 float32 parameters, written without torch. The tokenizer is not its concern."""
+    hidden, layers, heads, kv_heads, width, inner = 64, 2, 4, 2, 16, 128
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": width,
+        "intermediate_size": inner,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        name = f"model.layers.{layer}."
+        shapes |= {
+            f"{name}input_layernorm.weight": (hidden,),
+            f"{name}post_attention_layernorm.weight": (hidden,),
+            f"{name}self_attn.q_proj.weight": (heads * width, hidden),
+            f"{name}self_attn.k_proj.weight": (kv_heads * width, hidden),
+            f"{name}self_attn.v_proj.weight": (kv_heads * width, hidden),
+            f"{name}self_attn.o_proj.weight": (hidden, heads * width),
+            f"{name}self_attn.q_norm.weight": (width,),
+            f"{name}self_attn.k_norm.weight": (width,),
+            f"{name}mlp.gate_proj.weight": (inner, hidden),
+            f"{name}mlp.up_proj.weight": (inner, hidden),
+            f"{name}mlp.down_proj.weight": (hidden, inner),
+        }
+    draw = random.Random(seed)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data = bytearray()
+    for name, shape in sorted(shapes.items()):
+        count = shape[0] * (shape[1] if len(shape) == 2 else 1)
+        values = array("f", [1.0] * count if len(shape) == 1 else [draw.gauss(0.0, 0.15) for _ in range(count)])
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + 4 * count]}
+        data += values.tobytes()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return folder

@@ -107,13 +107,15 @@ class StandInEngine:
         return not self.live and not self.rooms
 
     def admit(self, request: StandInRequest) -> None:
-        """Queue a request. Raises `Refused` for one that is not acceptable."""
+        """Queue a request. Raises `Refused` for one that is in flight already."""
         if any(other.rid == request.rid for other in self.live):
             raise Refused(f"Duplicate request ID detected: {request.rid}")
-        if self.mode != "null" and request.room is None:
-            raise Refused("Disaggregated request received without bootstrap room id")
         if self.released:
             die()
+        if self.mode != "null" and request.room is None:
+            message = f"Invalid request: Disaggregated request received without bootstrap room id. {request.rid=}"
+            self._finish(request, {"type": "abort", "message": message, "status_code": 400})
+            return
         request.began_s = asyncio.get_running_loop().time()
         self.waiting.append(request)
         self._wake.set()
@@ -310,15 +312,20 @@ class StandInEngine:
             raise Refused(f"{name} must run between begin_weight_update() and end_weight_update()", success=False)
 
     def load(self, folder: Path, version: str | None, *, flush: bool) -> None:
-        """Replace the weights from disk; the old ones stay where that fails, but not where only the flush fails."""
+        """Replace the weights from disk. The old ones stay where that fails.
+
+        Where only the flush is refused, the new weights stay under the old version.
+        """
         try:
             self.weights = Weights.read(folder)
         except WorkerError as error:
             raise Refused(f"Failed to load weights: {error}", success=False) from None
-        if version is not None:
-            self.version = version
+        if flush and not self.idle:
+            raise Refused("Weights were updated, but the cache was not flushed because requests are still running")
         if flush:
             self.flush()
+        if version is not None:
+            self.version = version
 
     def switch(self, role: str, *, graph_gb: float | None, prepare_only: bool) -> dict[str, Any]:
         """Change the role in place. Raises `Refused` with `safe_to_restore`."""

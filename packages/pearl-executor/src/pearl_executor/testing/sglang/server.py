@@ -138,7 +138,10 @@ class StandInServer:
         )
         # While paused the call waits silently until generation goes on.
         await self.engine.admitting.wait()
-        self.engine.admit(new)
+        try:
+            self.engine.admit(new)
+        except Refused as refusal:
+            return Response(kind="text/event-stream", events=_refusal(str(refusal)))
         return Response(kind="text/event-stream", events=self._events(new))
 
     async def _events(self, request: StandInRequest) -> AsyncIterator[bytes]:
@@ -347,6 +350,13 @@ class StandInServer:
     def _metrics(self) -> Response:
         text = f'sglang:num_running_reqs{{engine_type="dynamic"}} {len(self.engine.running)}\n'
         return Response(body=text.encode(), kind="text/plain")
+
+
+async def _refusal(message: str) -> AsyncIterator[bytes]:
+    """A stream always begins with status 200; what is wrong comes as an event."""
+    error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
+    yield b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 def _version(body: dict[str, Any]) -> str | None:
