@@ -4,7 +4,7 @@ from collections import Counter
 
 from pearl_executor.testing.workers import next_token
 from pearl_planner.elastic import ElasticState
-from pearl_rl.rollout.buffer import BufferCounts
+from pearl_rl.rollout.counts import BufferCounts
 from pearl_state.lifecycle import HOLDS_GPU, Lifecycle
 from pearl_state.roles import Role, Zone
 from pearl_state.table import WorkerTable

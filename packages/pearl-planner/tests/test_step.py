@@ -409,3 +409,13 @@ def test_a_borrow_prepares_overlap_workers_only() -> None:
     groups = [e for kind, e in world.pending if kind == "group"]
     assert [g.kind for g in groups] == [GroupKind.BORROW]
     assert {w.zone for g in groups for w in g.workers} == {Zone.OVERLAP}
+
+
+def test_the_answer_of_a_stage_does_not_touch_a_slot_that_was_freed_meanwhile() -> None:
+    world = World(start(tp=2))
+    play(
+        world,
+        [("offer", {10, 11}), ("answer", (0, False)), ("crash", 3), ("reclaim", {10}), ("answer", (1, False))],
+    )
+    world.settle()
+    assert not world.state.doomed

@@ -15,10 +15,11 @@ from pearl_executor.ports import TransferError, WeightSnapshot, WorkerLostError
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.observer import SilentObserver, StepRecord
 from pearl_rl.rollout.agent import Episode, PromptTooLongError
-from pearl_rl.rollout.batch_rollout import Position, RefillLimits, UnplayableTasksError
+from pearl_rl.rollout.batch_rollout import RefillLimits, UnplayableTasksError
 from pearl_rl.rollout.buffer import RefillsExhaustedError, VersionRegressionError
 from pearl_rl.rollout.calls import Generate, ModelCall
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task
+from pearl_rl.rollout.ledger import Position
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import (
     EndReason,

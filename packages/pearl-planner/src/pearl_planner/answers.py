@@ -84,13 +84,13 @@ def stage_applied(state: ElasticState, event: events.StageApplied) -> Step:
     if running is None or running.plan.id != event.plan_id or running.stage != event.stage:
         return state, ()
     stage = running.plan.stages[running.stage]
-    state, effects = _settle_leavers(state, stage.leave, event)
+    state, effects = _settle_leavers(state, stage.leave - running.lost, event)
     state, more = _settle_survivors(state, event)
     state, admitted = _admit(state)
     last = running.stage + 1 == len(running.plan.stages)
     if last or not admitted or event.failed or running.overtaken:
         return replace(state, running=None), (*effects, *more)
-    state = replace(state, running=replace(running, stage=running.stage + 1))
+    state = replace(state, running=replace(running, stage=running.stage + 1, lost=frozenset()))
     state, begun = begin_stage(state)
     return state, (*effects, *more, *begun)
 
@@ -120,7 +120,7 @@ def _settle_survivors(state: ElasticState, event: events.StageApplied) -> Step:
     table = state.table
     roles = {**stage.switch, **stage.join}
     broken = []
-    for id_ in sorted(stage.admit):
+    for id_ in sorted(stage.admit - running.lost):
         row = table.rows[id_]
         if row.lifecycle not in (Lifecycle.DRAINING, Lifecycle.PENDING_WEIGHTS):
             continue
@@ -143,7 +143,7 @@ def _admit(state: ElasticState) -> tuple[ElasticState, bool]:
     assert running is not None
     ids = sorted(running.plan.stages[running.stage].admit)
     table = state.table
-    ready = all(
+    ready = running.lost.isdisjoint(ids) and all(
         table.rows[id_].lifecycle is Lifecycle.PENDING_WEIGHTS
         and table.rows[id_].weight_version == table.target_version
         and id_ in wanted(state)
@@ -178,7 +178,8 @@ def worker_failed(state: ElasticState, event: events.WorkerFailed) -> Step:
     table, _ = withdraw(state.table, frozenset({event.worker}), Lifecycle.FAILED)
     state = replace(state, table=table)
     if state.running is not None:
-        state = replace(state, running=replace(state.running, overtaken=True))
+        lost = state.running.lost | {event.worker}
+        state = replace(state, running=replace(state.running, overtaken=True, lost=lost))
     return state, (CleanWorkers(workers=rows(state, (event.worker,))),)
 
 

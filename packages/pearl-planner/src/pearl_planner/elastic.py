@@ -62,6 +62,8 @@ class RunningPlan:
     stage: int = 0
     overtaken: bool = False
     """A worker was lost or is leaving: after this stage the rest of the plan is dropped."""
+    lost: frozenset[WorkerId] = frozenset()
+    """Workers of the stage that failed meanwhile: its answer does not concern them, nor who has their slots by then."""
 
     @property
     def busy(self) -> frozenset[WorkerId]:

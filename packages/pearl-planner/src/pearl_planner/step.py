@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pearl_planner import answers, inter_scale, intra_scale
+from pearl_planner import answers, inter_scale, intra_scale, recovery
 from pearl_planner.elastic import ElasticState, Step
 from pearl_planner.in_step import rebalance
 from pearl_planner.inter_scale import release_unwanted
@@ -27,6 +27,7 @@ _SIGNALS = (
     events.ProfileRefitted,
     events.ConfigurationPinned,
     events.WorkersCordoned,
+    events.RunResumed,
 )
 """Events on which mode and ratio are considered again even where no worker came or went."""
 
@@ -119,5 +120,6 @@ _HANDLERS: dict[type, Callable[[ElasticState, Any], Step]] = {
     events.RolloutFinished: _rollout_finished,
     events.ProfileRefitted: _refitted,
     events.ConfigurationPinned: _pinned,
+    events.RunResumed: recovery.resumed,
     events.LoadForecast: _forecast,
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from pearl_rl.errors import CommandError
-from pearl_rl.rollout.batch_rollout import Position
+from pearl_rl.rollout.ledger import Position
 from pearl_rl.training.process import LocalTrainer
 
 _RUN: Final = "run.json"

@@ -12,13 +12,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pearl_state import events as _events
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision
 from pearl_state.events import Event
 from pearl_state.plan import TransitionPlan
+
+T = TypeVar("T")
 
 EVENT_TYPES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(_events.Event)}
 """Every event by its name."""
@@ -69,6 +71,15 @@ def decode_event(data: Mapping[str, Any]) -> Event:
     return event
 
 
+def decode(kind: type[T], data: Any) -> T:
+    """A value of type `kind` from what `encode` made of one. Raises `ValueError` for anything else."""
+    try:
+        value: T = _decode(kind, data)
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{kind.__name__}: {error}") from error
+    return value
+
+
 def json_line(value: Any) -> str:
     """One line of JSON, without a line end: readers of JSON Lines may split at it."""
     return json.dumps(encode(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -89,10 +100,14 @@ def _decode(kind: Any, data: Any) -> Any:
     kind = getattr(kind, "__supertype__", kind)
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return None if data is None else _decode(next(arg for arg in args if arg is not types.NoneType), data)
+        if data is None or type(data) in args:
+            return data
+        return _decode(next(arg for arg in args if arg is not types.NoneType), data)
     if origin is frozenset:
         return frozenset(_decode(args[0], item) for item in data)
-    if origin is tuple:
+    if origin is list:
+        return [_decode(args[0], item) for item in data]
+    if origin in (tuple, Sequence):
         return tuple(_decode(args[0], item) for item in data)
     if origin is not None and issubclass(origin, Mapping):
         return {_decode(args[0], key): _decode(args[1], value) for key, value in data.items()}

@@ -213,6 +213,20 @@ class ConfigurationPinned(_Event):
     configuration: Configuration | None
 
 
+# ---- the control plane itself ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResumed(_Event):
+    """A control plane goes on where another one ended. No rollout process is left; training holds its GPUs.
+
+    Times of later events are on the clock of the new one.
+    """
+
+    weight_version: int
+    """What training calls its weights now; not older than any that was published."""
+
+
 Event = (
     GpusOffered
     | GpusReclaimed
@@ -234,4 +248,5 @@ Event = (
     | LoadForecast
     | WorkersCordoned
     | ConfigurationPinned
+    | RunResumed
 )

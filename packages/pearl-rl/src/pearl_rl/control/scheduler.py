@@ -42,11 +42,28 @@ class Gate(Protocol):
         ...
 
 
+class EventJournal(Protocol):
+    """Where events are made durable before they are applied."""
+
+    def append(self, event: Event, loads: Mapping[WorkerId, float]) -> None:
+        """Take in an event that will be applied with `loads`."""
+        ...
+
+    async def commit(self) -> None:
+        """Return once everything appended is durable. Raises where the disk refuses: the run must end then."""
+        ...
+
+    def applied(self, state: ElasticState) -> None:
+        """Everything appended was applied and gave `state`."""
+        ...
+
+
 class ElasticScheduler:
     """Serializes events through the core, shows the table to the router, and runs effects beside it.
 
     After each event the router sees the new table *before* any effect starts: a worker leaves routing before it is
-    drained, and enters it only by the table. Events are handled strictly in the order of `post`.
+    drained, and enters it only by the table. Events are handled strictly in the order of `post`. With a journal, those
+    that wait are made durable together before the first of them is applied.
     """
 
     def __init__(
@@ -58,6 +75,7 @@ class ElasticScheduler:
         training: Gate,
         returned: Callable[[frozenset[GpuId]], None] = lambda _gpus: None,
         on_step: Callable[[Event, ElasticState, tuple[Effect, ...]], None] = lambda _event, _state, _effects: None,
+        journal: EventJournal | None = None,
     ) -> None:
         self.state = state
         self._executor = executor
@@ -65,6 +83,7 @@ class ElasticScheduler:
         self._training = training
         self._returned = returned
         self._on_step = on_step
+        self._journal = journal
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
 
     def post(self, event: Event) -> None:
@@ -79,14 +98,40 @@ class ElasticScheduler:
         """Handle events until `stop`. Raises what a bug in the core or an executor raised."""
         async with asyncio.TaskGroup() as tasks:
             running: set[asyncio.Task[None]] = set()
-            while (event := await self._events.get()) is not None:
-                self.state, effects = step(self.state, event, self._routing.loads())
-                self._routing.apply(self.state.table)
-                self._on_step(event, self.state, effects)
-                for effect in effects:
-                    self._start(tasks, running, effect)
+            ended = False
+            while not ended:
+                events, ended = await self._waiting()
+                for event, loads in await self._durable(events):
+                    self.state, effects = step(self.state, event, self._routing.loads() if loads is None else loads)
+                    self._routing.apply(self.state.table)
+                    self._on_step(event, self.state, effects)
+                    for effect in effects:
+                        self._start(tasks, running, effect)
+                if self._journal is not None:
+                    self._journal.applied(self.state)
             for task in running:
                 task.cancel()
+
+    async def _waiting(self) -> tuple[list[Event], bool]:
+        """All events that wait, at least one, and whether the end comes after them."""
+        events: list[Event] = []
+        event = await self._events.get()
+        while event is not None:
+            events.append(event)
+            if self._events.empty():
+                return events, False
+            event = self._events.get_nowait()
+        return events, True
+
+    async def _durable(self, events: list[Event]) -> list[tuple[Event, Mapping[WorkerId, float] | None]]:
+        """The events, once they cannot be lost any more, with the loads that they were journalled with."""
+        if self._journal is None:
+            return [(event, None) for event in events]
+        loads = self._routing.loads()
+        for event in events:
+            self._journal.append(event, loads)
+        await self._journal.commit()
+        return [(event, loads) for event in events]
 
     def _start(self, tasks: asyncio.TaskGroup, running: set[asyncio.Task[None]], effect: Effect) -> None:
         match effect:

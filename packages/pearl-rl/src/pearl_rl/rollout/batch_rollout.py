@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,19 @@ from pearl_rl.rollout.agent import Agent, Episode, PromptTooLongError
 from pearl_rl.rollout.buffer import GroupBuffer
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task, TaskSource
+from pearl_rl.rollout.ledger import (
+    GroupDropped,
+    GroupOpened,
+    Note,
+    OpenGroup,
+    OpenSample,
+    Position,
+    Replay,
+    SampleCompleted,
+    SampleDispatched,
+    SampleFailed,
+    TurnPlayed,
+)
 from pearl_rl.rollout.lifecycle import LifecycleTrace, task_kind
 from pearl_rl.rollout.router import Router
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
@@ -33,14 +46,6 @@ class RefillLimits:
     max_pause_s: float = 10.0
     max_dropped_groups: int = 8
     """Unplayable tasks in a row after which a group gives up."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Position:
-    """What the next group and trajectory are numbered: a resumed run goes on from here."""
-
-    next_group: int = 0
-    next_trajectory: int = 0
 
 
 class BatchListener(Protocol):
@@ -71,7 +76,9 @@ class BatchRollout:
         limits: RefillLimits | None = None,
         position: Position | None = None,
         lifecycle: LifecycleTrace | None = None,
+        note: Note = lambda _record: None,
     ) -> None:
+        """`note` is told of everything that a resumed run must know."""
         self._router = router
         self._lifecycle = lifecycle
         self._agent = agent
@@ -82,16 +89,34 @@ class BatchRollout:
         self._version = version
         self._limits = RefillLimits() if limits is None else limits
         self.position = Position() if position is None else position
+        self._note = note
         self._open: dict[GroupId, Task] = {}
+        self._resumed: dict[GroupId, OpenGroup] = {}
         self.failures: Counter[str] = Counter()
         """Why samples were dispatched again → how often."""
 
-    async def play(self, groups: int, listener: BatchListener) -> None:
-        """Open `groups` groups and return once all are complete.
+    def restore(self, groups: Mapping[GroupId, OpenGroup]) -> None:
+        """Go on with what an earlier control plane left; `play` takes each group up in its step."""
+        for id_, group in groups.items():
+            self._open[id_] = self._tasks.task(group.number)
+        self._resumed = dict(groups)
+
+    def begun(self, step: int) -> int:
+        """Groups that `step` has from before."""
+        return sum(group.step == step for group in self._resumed.values())
+
+    def completed(self, step: int) -> int:
+        """Samples of those groups that are complete."""
+        return sum(len(group.complete) for group in self._resumed.values() if group.step == step)
+
+    async def play(self, groups: int, listener: BatchListener, step: int = 0) -> None:
+        """Open `groups` groups for `step`, less those that it has from before, and return once all are complete.
 
         Raises `RefillsExhaustedError`, `UnplayableTasksError`, and whatever a bug in an agent raises.
         """
-        await _together([self._group(listener) for _ in range(groups)])
+        before = [id_ for id_, group in self._resumed.items() if group.step == step]
+        again = [self._group(listener, step, id_) for id_ in before]
+        await _together([*again, *(self._group(listener, step) for _ in range(groups - len(before)))])
 
     async def refill(self, groups: Sequence[GroupId], listener: BatchListener) -> None:
         """Dispatch one more sample for each entry and return once all are complete."""
@@ -101,35 +126,51 @@ class BatchRollout:
         """A group was used: nothing more is dispatched for it."""
         self._open.pop(group, None)
 
-    async def _group(self, listener: BatchListener) -> None:
+    async def _group(self, listener: BatchListener, step: int, group: GroupId | None = None) -> None:
+        """Play a group to its end, one from before where `group` names it; another task where it cannot be played."""
         cause: Exception | None = None
         for _ in range(self._limits.max_dropped_groups + 1):
-            group = GroupId(f"g{self.position.next_group:06d}")
-            self._open[group] = self._tasks.task(self.position.next_group)
-            self.position.next_group += 1
-            self._buffer.open(group)
+            if group is None:
+                group = self._begin(step)
+            before = self._resumed.pop(group, None) or OpenGroup(step=step, number=0)
+            missing = self._size - len(before.complete) - len(before.outstanding)
+            samples = [self._sample(group, listener, resumed) for resumed in before.outstanding.items()]
             try:
-                await _together([self._sample(group, listener) for _ in range(self._size)])
+                await _together([*samples, *(self._sample(group, listener) for _ in range(missing))])
             except _UnplayableTask as error:
                 cause = error
                 self.forget(group)
+                self._note(GroupDropped(group=group))
                 listener.dropped(self._buffer.drop(group))
+                group = None
             else:
                 return
         raise UnplayableTasksError(
             f"{self._limits.max_dropped_groups + 1} tasks in a row cannot be played; the last: {cause}"
         )
 
-    async def _sample(self, group: GroupId, listener: BatchListener) -> None:
-        """Play one sample of a group until one comes back."""
+    def _begin(self, step: int) -> GroupId:
+        number = self.position.next_group
+        group = GroupId(f"g{number:06d}")
+        self._open[group] = self._tasks.task(number)
+        self.position.next_group += 1
+        self._buffer.open(group)
+        self._note(GroupOpened(group=group, step=step, number=number))
+        return group
+
+    async def _sample(
+        self, group: GroupId, listener: BatchListener, resumed: tuple[TrajectoryId, OpenSample] | None = None
+    ) -> None:
+        """Play one sample of a group until one comes back, beginning with the one `resumed` where there is one."""
         while True:
-            episode = self._dispatch(group)
+            episode, turns = self._dispatch(group) if resumed is None else self._again(group, *resumed)
+            resumed = None
             self._router.begin(episode.trajectory)
             if self._lifecycle is not None:
                 self._lifecycle.sampled(episode.trajectory, group, task_kind(episode.task.id))
             accepted: bool | None = None
             try:
-                trajectory = await self._agent.run(episode, self._router.generate)
+                trajectory = await self._agent.run(episode, Replay(self._router.generate, turns, self._note))
             except (GenerationFailedError, EnvironmentFailure) as error:
                 if isinstance(error, GenerationFailedError) and error.cause is FailureCause.CLOSED:
                     self._buffer.cancelled(group, episode.trajectory)
@@ -142,6 +183,7 @@ class BatchRollout:
                 raise
             else:
                 self._buffer.complete(trajectory, self._version())
+                self._note(SampleCompleted(trajectory=trajectory, version=self._version()))
                 accepted = True
                 listener.completed(trajectory)
                 return
@@ -151,24 +193,33 @@ class BatchRollout:
                     self._lifecycle.ended(episode.trajectory, accepted=accepted)
             await asyncio.sleep(pause_s)
 
-    def _dispatch(self, group: GroupId) -> Episode:
+    def _dispatch(self, group: GroupId) -> tuple[Episode, Sequence[TurnPlayed]]:
         number = self.position.next_trajectory
         self.position.next_trajectory += 1
         version = self._version()
         trajectory = TrajectoryId(f"t{number:08d}")
         self._buffer.dispatch(group, trajectory, version)
-        return Episode(
+        self._note(SampleDispatched(group=group, trajectory=trajectory, number=number, version=version))
+        return self._again(group, trajectory, OpenSample(number=number, version=version))
+
+    def _again(
+        self, group: GroupId, trajectory: TrajectoryId, sample: OpenSample
+    ) -> tuple[Episode, Sequence[TurnPlayed]]:
+        """A sample's episode, and the turns that an earlier control plane played of it."""
+        episode = Episode(
             trajectory=trajectory,
             group=group,
             task=self._open[group],
-            dispatch_version=version,
-            seed=trajectory_seed(self._seed, number),
+            dispatch_version=sample.version,
+            seed=trajectory_seed(self._seed, sample.number),
         )
+        return episode, sample.turns
 
     def _failed(self, episode: Episode, error: GenerationFailedError | EnvironmentFailure) -> float:
         """Account for a sample that the infrastructure failed. Returns the pause before the next one, seconds."""
         cause = str(error.cause) if isinstance(error, GenerationFailedError) else "environment"
         self.failures[cause] += 1
+        self._note(SampleFailed(group=episode.group, trajectory=episode.trajectory))
         failures = self._buffer.failed(episode.group, episode.trajectory, f"{type(error).__name__}: {error}")
         return min(self._limits.pause_s * 2.0 ** (failures - 1), self._limits.max_pause_s)
 

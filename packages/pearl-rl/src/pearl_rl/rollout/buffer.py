@@ -6,9 +6,11 @@ infrastructure failed is dispatched again alone: its group is kept, and it never
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from pearl_rl.rollout.counts import BufferCounts
+from pearl_rl.rollout.ledger import OpenGroup
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 
@@ -61,31 +63,6 @@ class UsedSample:
         return self.in_flight + self.in_queue
 
 
-@dataclass(slots=True, kw_only=True)
-class BufferCounts:
-    """What became of every dispatched sample. The fields always add up to `dispatched`."""
-
-    dispatched: int = 0
-    in_flight: int = 0
-    buffered: int = 0
-    """Complete and not used yet."""
-    used: int = 0
-    rejected: int = 0
-    """Too old at use; dispatched again."""
-    failed: int = 0
-    """Failed by the infrastructure; dispatched again."""
-    dropped: int = 0
-    """Given up with their group, because its task cannot be played."""
-    cancelled: int = 0
-    """Given up because the run ended."""
-
-    @property
-    def lost(self) -> int:
-        """Samples that nobody can account for. Anything but 0 is a bug."""
-        kept = self.in_flight + self.buffered + self.used
-        return self.dispatched - kept - self.rejected - self.failed - self.dropped - self.cancelled
-
-
 @dataclass(slots=True, eq=False)
 class _Group:
     outstanding: dict[TrajectoryId, int] = field(default_factory=dict[TrajectoryId, int])
@@ -112,6 +89,18 @@ class GroupBuffer:
         """How many samples may be dispatched at this trainer version without breaking the staleness bound."""
         counts = self.counts
         return self._bound.capacity(version, counts.buffered + counts.used, counts.in_flight)
+
+    def restore(self, groups: Mapping[GroupId, OpenGroup], counts: BufferCounts) -> None:
+        """Go on with what an earlier control plane left; only before anything was opened."""
+        if self._groups:
+            raise ValueError(f"{len(self._groups)} groups are open already; restore before the first")
+        self.counts = replace(counts)
+        for id_, group in groups.items():
+            self._groups[id_] = _Group(
+                outstanding={trajectory: sample.version for trajectory, sample in group.outstanding.items()},
+                complete=[(sample.trajectory, sample.version) for sample in group.complete],
+                failures=group.failures,
+            )
 
     def open(self, group: GroupId) -> None:
         """Begin a group."""
@@ -176,6 +165,11 @@ class GroupBuffer:
     def stale(self, version: int) -> int:
         """How many complete samples would be too old at this trainer version."""
         return sum(version - t.dispatch_version > self._bound.max_staleness for t, _ in self._all_complete())
+
+    def stale_ids(self, version: int) -> tuple[TrajectoryId, ...]:
+        """The complete samples that would be too old at this trainer version."""
+        bound = self._bound.max_staleness
+        return tuple(t.id for t, _ in self._all_complete() if version - t.dispatch_version > bound)
 
     def reject_stale(self, version: int) -> list[GroupId]:
         """Drop samples that are too old at this trainer version. Returns a group for each one to dispatch again."""

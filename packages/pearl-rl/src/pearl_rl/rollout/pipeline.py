@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from pearl_executor.ports import WeightSnapshot
 from pearl_rl.observer import Observer, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import Agent, turn_samples
-from pearl_rl.rollout.batch_rollout import BatchRollout, Position, first_error
+from pearl_rl.rollout.batch_rollout import BatchRollout, first_error
 from pearl_rl.rollout.buffer import (
-    BufferCounts,
     GroupBuffer,
     StalenessBound,
     UsedSample,
     VersionRegressionError,
     summarize_staleness,
 )
+from pearl_rl.rollout.counts import BufferCounts
 from pearl_rl.rollout.environments.protocol import TaskSource
+from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import (
     EndReason,
@@ -103,10 +104,15 @@ class PipelineScheduler:
         predicted_s: Callable[[], float | None] = lambda: None,
         position: Position | None = None,
         lifecycle: LifecycleTrace | None = None,
+        note: Note = lambda _record: None,
+        commit: Callable[[], Awaitable[None]] | None = None,
+        restored: RolloutLedger | None = None,
     ) -> None:
         """`publish` makes a snapshot what workers fetch. `checkpoint` is given each completed step while training still
         holds its GPUs, and bounds itself. `on_trajectory` gets each trajectory with the step it was rolled out in.
         `predicted_s` is asked, when a batch is complete, which makespan was predicted for it.
+        `note` gets what a resumed run must know, `commit` returns once that is durable, and `restored` is what an
+        earlier control plane of this run left behind `completed_steps`.
         """
         self._settings = settings
         self._router = router
@@ -121,7 +127,10 @@ class PipelineScheduler:
         self._predicted_s = predicted_s
         self._version = trainer.version
         bound = StalenessBound(
-            max_staleness=settings.max_staleness, batch=settings.batch, start_version=trainer.version
+            max_staleness=settings.max_staleness,
+            batch=settings.batch,
+            # Restored counts are those of the whole run, and so are the updates that they are held against.
+            start_version=trainer.version - (settings.completed_steps if restored else 0),
         )
         self._buffer = GroupBuffer(bound, settings.group_size, settings.max_refills_per_group)
         self._rollout = BatchRollout(
@@ -135,7 +144,13 @@ class PipelineScheduler:
             limits=settings.refill,
             position=position,
             lifecycle=lifecycle,
+            note=note,
         )
+        self._note = note
+        self._commit = commit
+        if restored is not None:
+            self._buffer.restore(restored.groups, restored.counts)
+            self._rollout.restore(restored.groups)
         self._batches: asyncio.Queue[Batch | None] = asyncio.Queue()
         self._training = False
         self._version_changed: asyncio.Future[None] | None = None
@@ -200,7 +215,7 @@ class PipelineScheduler:
     async def _roll_out(self) -> None:
         settings = self._settings
         for step in range(settings.completed_steps + 1, settings.steps + 1):
-            waited_s = await self._wait_for_bound()
+            waited_s = await self._wait_for_bound(settings.batch - self._rollout.begun(step) * settings.group_size)
             if self._over():
                 break
             batch = await self._play(step, waited_s)
@@ -216,13 +231,13 @@ class PipelineScheduler:
             return False
         return True
 
-    async def _wait_for_bound(self) -> float:
-        """Return once a whole batch may be dispatched, or the run stops. Returns how long it took, seconds.
+    async def _wait_for_bound(self, samples: int) -> float:
+        """Return once so many samples may be dispatched, or the run stops. Returns how long it took, seconds.
 
         Bounded by training's own limits: training fails, and the run with it, where no update comes.
         """
         began_s = self._now_s()
-        while self._buffer.capacity(self._version) < self._settings.batch and not self._stopping:
+        while self._buffer.capacity(self._version) < samples and not self._stopping:
             await self._next_version()
         waited_s = self._now_s() - began_s
         self._wait_bound_s += waited_s
@@ -240,11 +255,14 @@ class PipelineScheduler:
     async def _play(self, step: int, waited_s: float) -> Batch:
         """Roll one batch out and tell that it is complete."""
         settings = self._settings
-        batch = Batch(self, step, self._now_s(), settings.batch, waited_s, self._mark())
+        remaining = settings.batch - self._rollout.completed(step)
+        batch = Batch(self, step, self._now_s(), remaining, waited_s, self._mark())
         self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=settings.batch))
+        if remaining < settings.batch:
+            self._post(RolloutProgressed(now_s=batch.began_s, step=step, remaining=remaining))
         try:
             async with asyncio.timeout(settings.batch_s) as limit:
-                await self._rollout.play(settings.groups_per_step, batch)
+                await self._rollout.play(settings.groups_per_step, batch, step)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -307,15 +325,21 @@ class PipelineScheduler:
 
     async def _step(self, batch: Batch) -> None:
         """Train on one batch and publish what comes out."""
+        gone = self._buffer.stale_ids(self._version)
         stale = self._buffer.reject_stale(self._version)
         if stale:
+            self._note(SamplesRejected(trajectories=gone))
             await self._rollout.refill(stale, batch)
         if batch.requested_s is None:
             self._request_training(batch)
         waited_s = await self._granted(batch)
         samples = self._buffer.take(self._settings.groups_per_step, self._version)
-        for group in {sample.trajectory.group for sample in samples}:
+        groups = tuple(dict.fromkeys(sample.trajectory.group for sample in samples))
+        for group in groups:
             self._rollout.forget(group)
+        self._note(BatchTaken(step=batch.step, groups=groups))
+        if self._commit is not None:
+            await self._commit()
         began_s = self._now_s()
         try:
             async with asyncio.timeout(self._settings.update_s) as limit:

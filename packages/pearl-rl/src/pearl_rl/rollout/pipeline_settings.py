@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pearl_rl.rollout.batch_rollout import RefillLimits
-from pearl_rl.rollout.buffer import BufferCounts
+from pearl_rl.rollout.counts import BufferCounts
 
 
 class UpdateTimeoutError(TimeoutError):

@@ -1,0 +1,43 @@
+"""The Elastic Scheduler's state as JSON and back. Settings and policy are not in it: the run's settings give them."""
+
+from dataclasses import fields
+from typing import Any, Final, get_type_hints
+
+from pearl_planner.elastic import ElasticSettings, ElasticState, RunningPlan
+from pearl_rl.encoding import decode, encode
+from pearl_rl.journal.frames import JournalError
+from pearl_state.plan import TransitionPlan
+
+_LEFT_OUT: Final = frozenset({"settings", "last_decision"})
+"""`last_decision` is for people: nothing is decided by it."""
+
+
+def encode_state(state: ElasticState) -> dict[str, Any]:
+    """A JSON-able form that `decode_state` gives back."""
+    encoded = {item.name: encode(getattr(state, item.name)) for item in fields(state) if item.name not in _LEFT_OUT}
+    if state.running is not None:
+        # A plan's usual JSON is for people.
+        plan = state.running.plan
+        encoded["running"] = {
+            "plan": {item.name: encode(getattr(plan, item.name)) for item in fields(plan)},
+            "stage": state.running.stage,
+            "overtaken": state.running.overtaken,
+        }
+    return encoded
+
+
+def decode_state(data: dict[str, Any], settings: ElasticSettings) -> ElasticState:
+    """The state that `encode_state` made `data` from. Raises `JournalError` for anything else."""
+    try:
+        hints = get_type_hints(ElasticState)
+        running = data.pop("running", None)
+        values = {name: decode(hints[name], value) for name, value in data.items()}
+        if running is not None:
+            values["running"] = RunningPlan(
+                plan=decode(TransitionPlan, running["plan"]),
+                stage=int(running["stage"]),
+                overtaken=bool(running["overtaken"]),
+            )
+        return ElasticState(settings=settings, **values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise JournalError(f"the snapshot's state cannot be read: {error}") from None
