@@ -10,6 +10,7 @@ from pearl_planner.allocate import (
     Demand,
     allocate,
     instances_for,
+    stretch,
     target_configuration,
     weigh_switch,
 )
@@ -106,14 +107,22 @@ def test_a_switch_is_made_where_the_time_it_saves_exceeds_what_it_costs() -> Non
     wanted = demand(3.0, 1.0)
     current, target = Configuration(2, 6), Configuration(6, 2)
     costs = SwitchCosts(flip_s=5.0)
-    # δ goes from -1/3 to 1: a third of the scarcer role's time is all that is left, so 2/3 is saved.
+    # δ goes from -1/3 to 1: the load from 1.5 to 0.5, and what that stretches from 3 to 1.25.
     verdict = weigh_switch(wanted, current=current, target=target, costs=costs, persistence_s=30.0)
-    assert verdict.gain_s == pytest.approx(30.0 * 2 / 3)
+    assert verdict.gain_s == pytest.approx(30.0 * (1 - 1.25 / 3))
     assert verdict.cost_s == pytest.approx(4 / 8 * 5.0)
     assert verdict.switch
-    # Two and a half seconds of loss against less than four of demand at that rate: not worth it.
-    assert not weigh_switch(wanted, current=current, target=target, costs=costs, persistence_s=3.7).switch
+    # Two and a half seconds of loss against 4.2 · 0.583 of gain: not worth it.
+    assert not weigh_switch(wanted, current=current, target=target, costs=costs, persistence_s=4.2).switch
     assert not weigh_switch(wanted, current=target, target=target, costs=costs, persistence_s=30.0).switch
+
+
+@given(st.floats(-0.99, 50.0), st.floats(-0.99, 50.0))
+def test_a_larger_margin_never_stretches_more_and_an_endless_one_not_at_all(one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    assert stretch(low) >= stretch(high) >= 1.0
+    assert stretch(math.inf) == 1.0
+    assert stretch(0.0) == pytest.approx(2.0)
 
 
 @given(needs, needs, st.integers(2, 12), st.integers(1, 11), st.floats(0.0, 100.0))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
-from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa
+from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa, usable_kv_bytes
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_state import events
@@ -40,9 +40,18 @@ def load(prefill: float, decode: float, now_s: float = 100.0) -> events.LoadFore
         horizon_s=10.0,
         prefill_tokens=prefill * 10.0 * 50_000.0,
         admitted_tokens=0.0,
-        decode_kv_bytes=decode * PLATFORM.kv_capacity_bytes,
+        decode_kv_bytes=decode * usable_kv_bytes(WORKLOAD, PLATFORM),
         prefill_tokens_per_s=50_000.0,
     )
+
+
+def forecasts(
+    state: ElasticState, prefill: float, decode: float, loads: dict[WorkerId, float] | None = None
+) -> tuple[ElasticState, tuple[Effect, ...]]:
+    """Two windows with this demand: the first one under a configuration changes nothing."""
+    state, none = step(state, load(prefill, decode, 100.0), loads or {})
+    assert none == ()
+    return step(state, load(prefill, decode, 110.0), loads or {})
 
 
 def settle(state: ElasticState, effects: tuple[Effect, ...], now_s: float) -> tuple[ElasticState, list[Effect]]:
@@ -86,7 +95,7 @@ def running(policy: InStepPolicy, workers: int = 8, workload: WorkloadProfile = 
 def test_prorsa_starts_disaggregated_and_moves_with_the_forecast() -> None:
     state = running(prorsa())
     assert state.table.configuration == Configuration(4, 4)
-    state, effects = step(state, load(0.5, 2.0))
+    state, effects = forecasts(state, 0.5, 2.0)
     record = next(effect for effect in effects if isinstance(effect, RecordDecision))
     # a = 0.5, b = 2: (2, 6) bears min(4, 3) - 1 = 2, no other pair of eight more.
     assert (record.decision.selected, record.decision.reason) == (Configuration(2, 6), Reason.FORECAST)
@@ -99,43 +108,44 @@ def test_the_least_loaded_worker_is_the_one_that_changes_its_role() -> None:
     state = running(prorsa())
     prefill = [id_ for id_ in state.table.active() if state.table.rows[id_].role is Role.PREFILL]
     loads = {id_: 5.0 + i for i, id_ in enumerate(prefill)} | {prefill[2]: 1.0}
-    state, effects = step(state, load(0.8, 1.4), loads)
+    state, effects = forecasts(state, 0.8, 1.4, loads)
     stage = next(effect for effect in effects if isinstance(effect, ApplyStage))
     assert dict(stage.switch) == {prefill[2]: Role.DECODE}
     assert prefill[2] not in state.table.active(), "it leaves routing before anything else happens"
 
 
 def test_one_plan_at_a_time_and_the_next_forecast_finds_it_done() -> None:
-    state, effects = step(running(prorsa()), load(0.5, 2.0))
-    state, none = step(state, load(3.0, 0.5, 110.0))
-    assert none == ()
-    state, _ = settle(state, effects, 112.0)
-    state, effects = step(state, load(3.0, 0.5, 120.0))
+    state, effects = forecasts(running(prorsa()), 0.5, 2.0)
+    for now_s in (120.0, 130.0):
+        state, none = step(state, load(3.0, 0.5, now_s))
+        assert none == ()
+    state, _ = settle(state, effects, 132.0)
+    state, effects = step(state, load(3.0, 0.5, 140.0))
     assert settle(state, effects, 121.0)[0].table.configuration == Configuration(6, 2)
 
 
 def test_a_switch_that_does_not_pay_is_not_made() -> None:
-    state, effects = step(running(prorsa(persistence_s=1.0)), load(0.8, 1.2))
+    state, effects = forecasts(running(prorsa(persistence_s=1.0)), 0.8, 1.2)
     assert effects == ()
     assert state.table.configuration == Configuration(4, 4)
 
 
 def test_what_a_reclaim_left_of_the_ratio_stands_until_the_next_forecast() -> None:
-    state, effects = step(running(prorsa(persistence_s=60.0)), load(0.5, 2.0))
+    state, effects = forecasts(running(prorsa(persistence_s=60.0)), 0.5, 2.0)
     state, _ = settle(state, effects, 106.0)
     gone = [id_ for id_ in state.table.active() if state.table.rows[id_].role is Role.DECODE][:4]
     gpus = frozenset(gpu for id_ in gone for gpu in state.table.rows[id_].gpus)
     state, effects = step(state, events.GpusReclaimed(now_s=200.0, gpus=gpus, deadline_s=230.0))
     state, _ = settle(state, effects, 201.0)
     assert state.table.configuration == Configuration(2, 2)
-    state, effects = step(state, load(0.5, 2.0, 210.0))
+    state, effects = forecasts(state, 0.5, 2.0)
     assert settle(state, effects, 211.0)[0].table.configuration == Configuration(1, 3)
 
 
 def test_the_composition_colocates_where_disaggregation_does_not_pay_and_stays_there() -> None:
     state = running(pearl_prorsa(), workload=SINGLE_TURN)
     assert state.table.configuration.mode is Mode.COLOCATION
-    state, effects = step(state, load(2.0, 1.0))
+    state, effects = forecasts(state, 2.0, 1.0)
     assert effects == ()
     # Prorsa alone has no such choice.
     assert running(prorsa(), workload=SINGLE_TURN).table.configuration.mode is Mode.DISAGGREGATION
@@ -152,19 +162,19 @@ def test_the_composition_takes_mode_and_budget_from_pearl() -> None:
 def test_other_policies_do_not_answer_forecasts() -> None:
     state = running(prorsa())
     state = replace(state, settings=replace(state.settings, policy=pearl()))
-    assert step(state, load(0.5, 2.0))[1] == ()
+    assert forecasts(state, 0.5, 2.0)[1] == ()
 
 
 def test_a_person_who_pinned_the_configuration_is_not_overruled() -> None:
     state, effects = step(running(prorsa()), events.ConfigurationPinned(now_s=50.0, configuration=Configuration(3, 5)))
     state, _ = settle(state, effects, 51.0)
     assert state.table.configuration == Configuration(3, 5)
-    assert step(state, load(0.5, 2.0))[1] == ()
+    assert forecasts(state, 0.5, 2.0)[1] == ()
 
 
 def test_without_a_known_kv_capacity_a_forecast_says_nothing() -> None:
     state = running(prorsa())
-    assert step(replace(state, platform=replace(PLATFORM, kv_capacity_bytes=0.0)), load(0.5, 2.0))[1] == ()
+    assert forecasts(replace(state, platform=replace(PLATFORM, kv_capacity_bytes=0.0)), 0.5, 2.0)[1] == ()
 
 
 @settings(max_examples=12, deadline=None)
@@ -190,4 +200,29 @@ def test_whatever_is_forecast_everybody_serves_and_roles_are_paired(
 
 def test_forecasts_are_refused_where_they_make_no_sense() -> None:
     with pytest.raises(ValueError, match="prefill_tokens = nan"):
-        step(running(prorsa()), load(float("nan"), 1.0))
+        forecasts(running(prorsa()), float("nan"), 1.0)
+
+
+def test_a_margin_that_nobody_needs_is_not_paid_for() -> None:
+    state, effects = forecasts(running(prorsa(persistence_s=60.0)), 0.02, 0.2)
+    assert effects == ()
+    assert state.table.configuration == Configuration(4, 4)
+
+
+def test_what_is_wanted_for_long_is_expected_to_stay_wanted() -> None:
+    """A switch that half a minute would not repay is made once the demand has lasted."""
+    state, waited = running(prorsa(persistence_s=1.0)), 0
+    effects: tuple[Effect, ...] = ()
+    while not effects:
+        state, effects = step(state, load(0.4, 1.2, 100.0 + 10.0 * waited))
+        waited += 1
+        assert waited <= 12
+    assert waited > 2
+    assert settle(state, effects, 300.0)[0].table.configuration.decode > 4
+
+
+def test_usable_kv_is_that_of_an_efficient_batch_or_the_memory() -> None:
+    # n = 2 · 6.5 / 0.36 = 36.1 sequences.
+    workload = replace(WORKLOAD, context_tokens=10_000.0)
+    assert usable_kv_bytes(workload, PLATFORM) == pytest.approx(2 * 6.5 / 0.36 * 10_000 * 100_000)
+    assert usable_kv_bytes(replace(workload, context_tokens=1e6), PLATFORM) == PLATFORM.kv_capacity_bytes

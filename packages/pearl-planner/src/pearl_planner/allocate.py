@@ -150,6 +150,18 @@ class Verdict:
     margin_before: float
 
 
+def stretch(margin: float) -> float:
+    """By how much the scarcer role stretches the time of its requests at margin δ; 1 where nobody waits.
+
+    Beyond full load the time grows as the load ρ does. Below it requests wait for each other, with a probability that
+    grows as ρ: 1 + ρ², which meets 2ρ at ρ = 1. An idle pool has nothing to gain from a larger margin.
+    """
+    if math.isinf(margin):
+        return 1.0
+    load = 1.0 / max(_EXACT, 1.0 + margin)
+    return 1.0 + load * load if load < 1.0 else 2.0 * load
+
+
 def weigh_switch(
     demand: Demand,
     *,
@@ -161,15 +173,14 @@ def weigh_switch(
 ) -> Verdict:
     """The gain of going from `current` to `target` against its cost, on the account that every policy shares.
 
-    At margin δ the scarcer role does a window's work in S / (1 + δ) seconds, so a switch from δ₀ to δ₁ saves
-    1 - (1 + δ₀) / (1 + δ₁) of the time for as long as the demand stays as it is (`persistence_s`). Its cost is
+    A role with load ρ = 1 / (1 + δ) stretches the time of its requests (`stretch`), so a switch from δ₀ to δ₁ saves
+    1 - stretch₁ / stretch₀ of the time for as long as the demand stays as it is (`persistence_s`). Its cost is
     `switch_between`'s: the share of workers that do not serve meanwhile, and the cached prefixes that go with them.
     """
     before = demand.margin(current.prefill, current.decode)
     after = demand.margin(target.prefill, target.decode)
     cost_s = switch_between(current, target, costs, cached_prefill_s).cost_s
-    saved = 0.0 if math.isinf(before) else 1.0 - (1.0 + before) / (1.0 + after) if math.isfinite(after) else 1.0
-    gain_s = max(0.0, saved) * persistence_s
+    gain_s = max(0.0, 1.0 - stretch(after) / stretch(before)) * persistence_s
     return Verdict(
         target=target,
         switch=target != current and gain_s > cost_s,

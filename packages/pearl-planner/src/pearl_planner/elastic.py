@@ -109,8 +109,8 @@ class ElasticState:
     """R: trajectories of the batch that are not complete."""
     reconsider: bool = False
     """A signal came while a plan was running: decide again when it is over."""
-    forecast: LoadForecast | None = None
-    """The newest forecast of the running step."""
+    forecasts: tuple[LoadForecast, ...] = ()
+    """The newest forecasts under the configuration that serves, oldest first."""
     pinned: Configuration | None = None
     next_plan: PlanId = FIRST_PLAN
     last_decision: Decision | None = None

@@ -6,8 +6,10 @@ A policy of this kind has two voices. Between steps and on elastic events its `d
 any other plan, and paid from the same account of switching costs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Final
 
 from pearl_planner.allocate import Demand, Verdict, target_configuration, weigh_switch
 from pearl_planner.decide import DecideSettings
@@ -23,6 +25,15 @@ from pearl_state.roles import Mode
 from pearl_state.worker import WorkerId
 
 _PAIR = Configuration(prefill=1, decode=1)
+
+REMEMBERED: Final = 12
+"""Forecasts under one configuration that tell for how long a change has been wanted."""
+
+_AVERAGED: Final = 3
+"""Newest forecasts that are averaged: one window alone is noise, and a switch outlasts it."""
+
+_LEAST: Final = 2
+"""Forecasts under one configuration before it may change again: the first one still shows what the change did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +85,20 @@ class InStepPolicy:
         )
 
     def answer(
-        self, forecast: LoadForecast, current: Configuration, workload: WorkloadProfile, platform: PlatformProfile
+        self,
+        forecasts: Sequence[LoadForecast],
+        current: Configuration,
+        workload: WorkloadProfile,
+        platform: PlatformProfile,
     ) -> Decision | None:
-        """The decision on a forecast; None where it says nothing about the ratio: a colocated cluster, one of a single
-        pair, or decode workers without a known KV capacity.
+        """The decision on the newest forecasts; None where they say nothing about the ratio: a colocated cluster, one
+        of a single pair, or decode workers without a known KV capacity.
         """
-        demand = demand_of(forecast, platform)
-        if demand is None or not current.prefill or current.workers < 3:
+        if not current.prefill or current.workers < 3:
             return None
-        verdict = self._weigh(demand, current, platform)
+        verdict = self._weigh(forecasts, current, workload, platform)
+        if verdict is None:
+            return None
         chosen = verdict.target if verdict.switch else current
         decision = self.between.decide(
             workload=workload, platform=platform, budget_workers=current.workers, current=current, pinned=chosen
@@ -95,17 +111,65 @@ class InStepPolicy:
             limits=(_words(verdict, current),),
         )
 
-    def _weigh(self, demand: Demand, current: Configuration, platform: PlatformProfile) -> Verdict:
-        """The ratio of eq. (1), and whether the way there pays."""
-        cached_s = demand.decode_kv_bytes / platform.kv_bytes_per_token / demand.prefill_tokens_per_s
-        return weigh_switch(
-            demand,
-            current=current,
-            target=target_configuration(demand, current.workers),
-            costs=self.between.costs,
-            persistence_s=self.persistence_s,
-            cached_prefill_s=cached_s,
-        )
+    def _weigh(
+        self,
+        forecasts: Sequence[LoadForecast],
+        current: Configuration,
+        workload: WorkloadProfile,
+        platform: PlatformProfile,
+    ) -> Verdict | None:
+        """The ratio on the way to that of eq. (1) whose gain exceeds its cost by most; None without a known demand.
+
+        What leaves the prefill pool takes the prefixes with it that it keeps for the live trajectories; what leaves
+        the decode pool holds nothing that the prefill pool would have to compute. A demand that asked for the same
+        direction for t seconds is taken to last as long again, `persistence_s` at least.
+        """
+        demand = demand_of(forecasts[-_AVERAGED:], workload, platform)
+        if demand is None:
+            return None
+        target = target_configuration(demand, current.workers)
+        contexts_s = forecasts[-1].live * workload.context_tokens * platform.prefill_per_token_s
+        leaving_s = contexts_s * current.workers / current.prefill
+        persistence_s = max(self.persistence_s, _wanted_s(forecasts, current, target, workload, platform))
+        verdicts = [
+            weigh_switch(
+                demand,
+                current=current,
+                target=candidate,
+                costs=self.between.costs,
+                persistence_s=persistence_s,
+                cached_prefill_s=leaving_s if candidate.prefill < current.prefill else 0.0,
+            )
+            for candidate in _on_the_way(current, target)
+        ]
+        return max(verdicts, key=lambda verdict: verdict.gain_s - verdict.cost_s)
+
+
+def _on_the_way(current: Configuration, target: Configuration) -> list[Configuration]:
+    """All ratios between what runs (exclusive, unless it is the target) and the target, the target first."""
+    towards = 1 if current.prefill > target.prefill else -1
+    steps = range(target.prefill, current.prefill, towards) or range(target.prefill, target.prefill + 1)
+    return [Configuration(prefill=prefill, decode=current.workers - prefill) for prefill in steps]
+
+
+def _wanted_s(
+    forecasts: Sequence[LoadForecast],
+    current: Configuration,
+    target: Configuration,
+    workload: WorkloadProfile,
+    platform: PlatformProfile,
+) -> float:
+    """For how long the newest forecasts have asked for a change in the direction of `target`, seconds."""
+    wanted_s, more = 0.0, target.prefill > current.prefill
+    for forecast in reversed(forecasts):
+        demand = demand_of((forecast,), workload, platform)
+        if demand is None or target == current:
+            break
+        prefill = target_configuration(demand, current.workers).prefill
+        if prefill == current.prefill or (prefill > current.prefill) is not more:
+            break
+        wanted_s += forecast.horizon_s
+    return wanted_s
 
 
 def _reason(verdict: Verdict, current: Configuration) -> Reason:
@@ -121,16 +185,33 @@ def _words(verdict: Verdict, current: Configuration) -> str:
     )
 
 
-def demand_of(forecast: LoadForecast, platform: PlatformProfile) -> Demand | None:
-    """The demand that eq. (1) allocates for; None where the platform's KV capacity is unknown."""
-    if platform.kv_capacity_bytes <= 0:
+def usable_kv_bytes(workload: WorkloadProfile, platform: PlatformProfile) -> float:
+    """C_KV: the KV that a decode worker can use, bytes; 0 where its memory is not known.
+
+    Not all of its memory: n sequences decode n / (A + b n) tokens a second, and from n = 2A/b on, where two thirds of
+    the most are reached, more of them add waiting rather than tokens (A, b of PEARL eq. 3).
+    """
+    room = platform.kv_capacity_bytes
+    if platform.decode_per_sequence_s <= 0:
+        return room
+    sequences = 2.0 * platform.decode_fixed_s / platform.decode_per_sequence_s
+    context = max(workload.context_tokens, workload.new_prompt_tokens)
+    return min(room, max(1.0, sequences) * context * platform.kv_bytes_per_token)
+
+
+def demand_of(forecasts: Sequence[LoadForecast], workload: WorkloadProfile, platform: PlatformProfile) -> Demand | None:
+    """The mean demand that eq. (1) allocates for; None where the platform's KV capacity is unknown."""
+    capacity = usable_kv_bytes(workload, platform)
+    if capacity <= 0 or not forecasts:
         return None
+    tokens = fmean(forecast.prefill_tokens for forecast in forecasts)
+    busy_s = fmean(forecast.prefill_tokens / forecast.prefill_tokens_per_s for forecast in forecasts)
     return Demand(
-        prefill_tokens=forecast.prefill_tokens,
-        decode_kv_bytes=forecast.decode_kv_bytes,
-        horizon_s=forecast.horizon_s,
-        prefill_tokens_per_s=forecast.prefill_tokens_per_s,
-        kv_capacity_bytes=platform.kv_capacity_bytes,
+        prefill_tokens=tokens,
+        decode_kv_bytes=fmean(forecast.decode_kv_bytes for forecast in forecasts),
+        horizon_s=forecasts[-1].horizon_s,
+        prefill_tokens_per_s=tokens / busy_s if busy_s > 0 else forecasts[-1].prefill_tokens_per_s,
+        kv_capacity_bytes=capacity,
     )
 
 
@@ -153,18 +234,19 @@ def pearl_prorsa(
 
 def rebalance(state: ElasticState, trigger: str, loads: Mapping[WorkerId, float]) -> Step:
     """Answer the newest forecast, where the policy does and no plan is under way."""
-    policy, forecast = state.settings.policy, state.forecast
+    policy, forecasts = state.settings.policy, state.forecasts
     current = current_configuration(state.table)
     if (
         not isinstance(policy, InStepPolicy)
-        or forecast is None
+        or len(forecasts) < _LEAST
         or current is None
         or state.running is not None
         or state.pinned is not None
     ):
         return state, ()
-    decision = policy.answer(forecast, current, state.workload, state.platform)
+    decision = policy.answer(forecasts, current, state.workload, state.platform)
     if decision is None or decision.selected == current:
         # Not recorded: every ten seconds the same answer would bury the decisions that change something.
         return state, ()
+    state = replace(state, forecasts=())
     return carry_out(state, decision, frozenset(state.table.active()), trigger, loads)

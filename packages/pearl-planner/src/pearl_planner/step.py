@@ -12,7 +12,7 @@ from typing import Any
 
 from pearl_planner import answers, inter_scale, intra_scale, recovery
 from pearl_planner.elastic import ElasticState, Step
-from pearl_planner.in_step import rebalance
+from pearl_planner.in_step import REMEMBERED, rebalance
 from pearl_planner.inter_scale import release_unwanted
 from pearl_planner.intra_scale import publish, return_training
 from pearl_planner.reconcile import expand, lend, replan
@@ -93,7 +93,7 @@ def _refitted(state: ElasticState, event: events.ProfileRefitted) -> Step:
 
 
 def _forecast(state: ElasticState, event: events.LoadForecast) -> Step:
-    return replace(state, forecast=event), ()
+    return replace(state, forecasts=(*state.forecasts, event)[-REMEMBERED:]), ()
 
 
 def _pinned(state: ElasticState, event: events.ConfigurationPinned) -> Step:

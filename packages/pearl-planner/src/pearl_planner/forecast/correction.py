@@ -25,15 +25,20 @@ class BiasCorrection:
         return min(_MOST, max(_LEAST, self.measured / self.forecast))
 
     def observe(self, raw_tokens: float, measured_tokens: float) -> "BiasCorrection":
-        """Take the residual of one window in: its raw forecast and what it then had."""
-        keep = 1.0 - self.weight if self.windows else 0.0
-        take = self.weight if self.windows else 1.0
-        return replace(
-            self,
-            measured=keep * self.measured + take * measured_tokens,
-            forecast=keep * self.forecast + take * raw_tokens,
-            windows=self.windows + 1,
-        )
+        """Take the residual of one window in: its raw forecast and what it then had.
+
+        A forecast of nothing has no factor and teaches none. The first window counts beside one without bias, because
+        what begins (no durations known, everybody in one phase) is not what goes on.
+        """
+        if raw_tokens <= 0.0:
+            return self
+        if not self.windows:
+            even = max(raw_tokens, measured_tokens)
+            measured, forecast = 0.5 * (even + measured_tokens), 0.5 * (even + raw_tokens)
+        else:
+            measured = (1.0 - self.weight) * self.measured + self.weight * measured_tokens
+            forecast = (1.0 - self.weight) * self.forecast + self.weight * raw_tokens
+        return replace(self, measured=measured, forecast=forecast, windows=self.windows + 1)
 
 
 def wape(pairs: list[tuple[float, float]]) -> float:

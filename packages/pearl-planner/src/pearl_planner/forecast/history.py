@@ -55,6 +55,11 @@ class History:
     """Length of the requests of late."""
     group_prompt: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
     """First prompt of a group: its members share it."""
+    fresh: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
+    """Part of a trajectory's newest prompt that no prompt of it had before."""
+    fresh_mean: Average = field(default_factory=Average)
+    _served: dict[TrajectoryId, int] = field(default_factory=dict[TrajectoryId, int])
+    """Its newest prompt that was computed."""
     _sampled_s: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
     _admitted: dict[TrajectoryId, PhaseChange] = field(default_factory=dict[TrajectoryId, PhaseChange])
 
@@ -107,24 +112,38 @@ class History:
         else:
             return
         self.prompt.observe(change.prompt_tokens)
+        self._note_fresh(change)
+        self.fresh_mean.observe(self.fresh[change.trajectory])
+
+    def _note_fresh(self, change: PhaseChange) -> None:
+        served = min(self._served.get(change.trajectory, 0), change.prompt_tokens)
+        self.fresh[change.trajectory] = 1.0 - served / max(1, change.prompt_tokens)
 
     def _decode(self, before: PhaseChange | None, change: PhaseChange) -> None:
         self._admitted[change.trajectory] = change
         if before is not None and before.instance is not None:
-            self.speed.served(before.instance, before.prompt_tokens, change.at_s)
+            fresh = self.fresh.get(change.trajectory, 1.0)
+            self.speed.served(before.instance, before.prompt_tokens, change.at_s, fresh)
+        self._served[change.trajectory] = change.prompt_tokens
 
     def _over(self, change: PhaseChange) -> None:
         admitted = self._admitted.pop(change.trajectory, None)
         if admitted is not None:
             self.returns.observe(turn_class(admitted), 0.0)
 
+    def _forget(self, trajectory: TrajectoryId) -> None:
+        self.fresh.pop(trajectory, None)
+        self._served.pop(trajectory, None)
+
     def _done(self, before: PhaseChange | None, change: PhaseChange) -> None:
+        self._forget(change.trajectory)
         if before is not None:
             self.reward_s.observe((before.task,), change.at_s - before.at_s)
         if change.accepted is not None:
             self.acceptance.observe(float(change.accepted))
 
     def _failed(self, before: PhaseChange | None, change: PhaseChange) -> None:
+        self._forget(change.trajectory)
         self._admitted.pop(change.trajectory, None)
         self._sampled_s.pop(change.trajectory, None)
         if before is not None and before.instance is not None and before.phase in _ON_PREFILL:

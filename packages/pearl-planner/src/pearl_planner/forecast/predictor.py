@@ -134,13 +134,13 @@ class WorkloadPredictor:
     ) -> Forecast:
         """Demand over the next S seconds, from what was observed until now.
 
-        `prefill` are the instances that prefill now (for colocated workers: all). `profiled_tokens_per_s` is θ^P as
-        profiled, until it is measured. `kv_bytes_per_token` is κ^D. `generated` are the tokens that trajectories in
-        Decode have so far, where they are known.
+        `prefill` are the instances that prefill now (for colocated workers: all). `profiled_tokens_per_s` is how many
+        tokens without a cached prefix one of them computes a second, until its speed is measured.
+        `kv_bytes_per_token` is κ^D. `generated` are the tokens that trajectories in Decode have so far, where they are
+        known.
         """
         settings, by_phase = self.settings, self._by_phase()
         ready, serving = by_phase[_P.READY], by_phase[_P.PREFILL]
-        speed = self.history.speed.tokens_per_s(self.history.prompt.value, profiled_tokens_per_s)
         sampler = self._sampler(now_s, by_phase[_P.REWARD])
         startup = self._startup(now_s, [*by_phase[_P.ENVIRONMENT_STARTING], *by_phase[_P.SAMPLED]])
         tool = self._tools(now_s, by_phase[_P.TOOL])
@@ -153,6 +153,7 @@ class WorkloadPredictor:
             inflight=backlog_tokens(record.prompt_tokens for record in serving),
             returns=weighted_tokens(returns),
         )
+        speed = self._speed([*ready, *serving], sources.arriving, profiled_tokens_per_s)
         self._close(now_s)
         factor = self.prefill_bias.factor
         arrivals = [
@@ -182,6 +183,18 @@ class WorkloadPredictor:
         for record in self.live.records.values():
             by_phase[record.phase].append(record)
         return by_phase
+
+    def _speed(self, backlog: list[PhaseChange], arriving: float, profiled: float) -> float:
+        """θ^P for prompts like those in the forecast: the ones that wait, and arrivals like those of late."""
+        history = self.history
+        tokens = float(sum(record.prompt_tokens for record in backlog))
+        fresh = sum(history.fresh.get(record.trajectory, 1.0) * record.prompt_tokens for record in backlog)
+        part = history.fresh_mean.value if len(history.fresh_mean) else 1.0
+        length = tokens / len(backlog) if backlog else history.prompt.value
+        if arriving > 0.0:
+            length = (tokens * length + arriving * history.prompt.value) / (tokens + arriving)
+        total = tokens + arriving
+        return history.speed.tokens_per_s(length, profiled, (fresh + part * arriving) / total if total else part)
 
     def _close(self, now_s: float) -> None:
         """Learn from the window that ends now. One that was cut short, or ran over, measured something else."""

@@ -12,7 +12,6 @@ from pearl_planner.elastic import ElasticState
 from pearl_planner.forecast import Forecast, WindowOutcome, WorkloadPredictor
 from pearl_state.events import Event, LoadForecast
 from pearl_state.phases import PhaseChange
-from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Role
 from pearl_state.worker import WorkerId
 
@@ -64,7 +63,7 @@ class ForecastLoop:
         forecast = predictor.forecast(
             now_s,
             prefill=prefill_instances(state),
-            profiled_tokens_per_s=profiled_tokens_per_s(state.workload, state.platform),
+            profiled_tokens_per_s=1.0 / state.platform.prefill_per_token_s,
             kv_bytes_per_token=state.platform.kv_bytes_per_token,
         )
         if predictor.last is not None and predictor.last is not before:
@@ -76,12 +75,6 @@ def prefill_instances(state: ElasticState) -> list[WorkerId]:
     """Who prefills now: prefill workers, and colocated ones."""
     rows = state.table.rows
     return [id_ for id_ in state.table.active() if rows[id_].role is not Role.DECODE]
-
-
-def profiled_tokens_per_s(workload: WorkloadProfile, platform: PlatformProfile) -> float:
-    """θ^P from the profiles: a prompt of mean length of which only the new part is computed (Prorsa section 4.2)."""
-    context = max(workload.context_tokens, workload.new_prompt_tokens, 1.0)
-    return context / (platform.prefill_per_token_s * max(workload.new_prompt_tokens, 1.0))
 
 
 def load_forecast(forecast: Forecast, *, live: int) -> LoadForecast:
