@@ -19,7 +19,7 @@ RETURN_S = 10.0
 NOTICE_S = 6.0
 SETTINGS = {
     "run.steps": STEPS,
-    "run.wall_limit_s": 600.0,
+    "run.wall_limit_s": 1500.0,
     # A control run: as good as greedy, with weights that never change in value: equal prompts have equal answers.
     "rollout.temperature": 1e-6,
     "train.learning_rate": 0,
@@ -32,8 +32,11 @@ SETTINGS = {
     "availability.source": "ray",
     "limits.training.return_s": RETURN_S,
     # Every process imports torch anew, which takes long where cores are busy with other things.
-    "limits.training.start_s": 240.0,
-    "limits.executor.start_s": 240.0,
+    "cluster.ray.start_s": 600.0,
+    "limits.rollout.no_worker_s": 600.0,
+    "limits.rollout.batch_s": 900.0,
+    "limits.training.start_s": 600.0,
+    "limits.executor.start_s": 600.0,
     # Longer than a step: whoever joins is still being prepared when training begins.
     "device.start_s": 9.0,
 }
@@ -64,7 +67,7 @@ class Job:
             rows |= line["rows"]
         return rows
 
-    def until(self, found, what, within_s=300.0):
+    def until(self, found, what, within_s=600.0):
         deadline_s = time.monotonic() + within_s
         while True:
             result = found()
@@ -90,7 +93,7 @@ class Job:
         self.process.communicate()
 
     def end(self):
-        out, _ = self.process.communicate(timeout=300)
+        out, _ = self.process.communicate(timeout=600)
         assert self.process.returncode == 0, self.words()
         return json.loads(out.splitlines()[-1])
 
