@@ -240,3 +240,4 @@ def schema() -> None:
 
 
 people.register(app)
+people.register_config(config_app)

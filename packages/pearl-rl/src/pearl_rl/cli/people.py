@@ -7,6 +7,9 @@ import typer
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One value; may be repeated.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunDir = Annotated[Path | None, typer.Argument(help="Run folder; default: the newest in runs.")]
+OfRun = Annotated[Path | None, typer.Option("--run", metavar="RUN_DIR", help="Run folder; default: newest in runs.")]
+Ids = Annotated[list[int], typer.Argument(metavar="WORKER…", help="Numbers of workers, as `workers list` shows them.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -15,6 +18,18 @@ def register(app: typer.Typer) -> None:
     app.command()(timeline)
     app.command()(replay)
     app.command("what-if")(what_if)
+    for look in (status, top, dashboard, pin, unpin, freeze, apply):
+        app.command()(look)
+    workers_app = typer.Typer(rich_markup_mode=None, help="List the workers of a run, fence them off, or drain them.")
+    workers_app.command("list")(list_workers)
+    for act in (cordon, uncordon, drain):
+        workers_app.command()(act)
+    app.add_typer(workers_app, name="workers")
+
+
+def register_config(config_app: typer.Typer) -> None:
+    """Add what belongs to `pearl-rl config`."""
+    config_app.command("diff")(config_diff)
 
 
 def report(
@@ -93,3 +108,154 @@ def what_if(
         plot=plot,
     )
     raise typer.Exit(int(code))
+
+
+def status(run_dir: RunDir = None, as_json: AsJson = False) -> None:
+    """Print what a run looks like now: progress, workers, plan, decisions.
+
+    Example: pearl-rl status runs/20260101-120000 --json
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.status(run_dir, as_json=as_json)))
+
+
+def top(
+    run_dir: RunDir = None,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once, as status does.")] = False,
+) -> None:
+    """Watch a run in the terminal until it ends.
+
+    Example: pearl-rl top runs/20260101-120000
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.top(run_dir, every_s=every, once=once)))
+
+
+def dashboard(
+    run_dir: RunDir = None,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs --control.")] = (
+        "127.0.0.1"
+    ),
+    control: Annotated[bool, typer.Option("--control", help="Let whoever has the printed address act.")] = False,
+) -> None:
+    """Show a run as a local web page that follows it, read-only unless told otherwise.
+
+    Example: pearl-rl dashboard runs/20260101-120000 --port 8765 --control
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.dashboard(run_dir, host=host, port=port, control=control)))
+
+
+def pin(
+    configuration: Annotated[str, typer.Argument(help="Configuration to keep, like 2P3D or 4C.")],
+    run: OfRun = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold a running job at a configuration; its ratio is kept as GPUs come and go. Needs control.http=true.
+
+    Example: pearl-rl pin 2P3D --run runs/20260101-120000
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.command(run, {"pin": configuration}, as_json=as_json)))
+
+
+def unpin(run: OfRun = None, as_json: AsJson = False) -> None:
+    """Let the policy of a running job choose again.
+
+    Example: pearl-rl unpin --run runs/20260101-120000
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.command(run, {"unpin": True}, as_json=as_json)))
+
+
+def freeze(run: OfRun = None, as_json: AsJson = False) -> None:
+    """Hold a running job at the configuration that it has now.
+
+    Example: pearl-rl freeze --run runs/20260101-120000
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.command(run, {"freeze": True}, as_json=as_json)))
+
+
+def apply(
+    file: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, or a decision of `pearl-rl plan --json`.")],
+    run: OfRun = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages from now to the target, do nothing.")] = (
+        False
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Lead a running job to the target of a plan or decision, by the fewest changes.
+
+    Example: pearl-rl apply plan.json --run runs/20260101-120000 --dry-run
+    """
+    from pearl_rl.cli.apply import apply as apply_file
+
+    raise typer.Exit(int(apply_file(file, run, dry_run=dry_run, as_json=as_json)))
+
+
+def list_workers(run: OfRun = None, as_json: AsJson = False) -> None:
+    """List the workers of a run.
+
+    Example: pearl-rl workers list --run runs/20260101-120000
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.workers(run, as_json=as_json)))
+
+
+def cordon(workers: Ids, run: OfRun = None, as_json: AsJson = False) -> None:
+    """Fence workers off: they leave in order and count out of the budget. Needs control.http=true.
+
+    Example: pearl-rl workers cordon 4 5 --run runs/20260101-120000
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.command(run, {"cordon": workers}, as_json=as_json)))
+
+
+def uncordon(workers: Ids, run: OfRun = None, as_json: AsJson = False) -> None:
+    """Put workers that were fenced off back into service.
+
+    Example: pearl-rl workers uncordon 4 5 --run runs/20260101-120000
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.command(run, {"uncordon": workers}, as_json=as_json)))
+
+
+def drain(
+    workers: Ids,
+    run: OfRun = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait; exit code 4 after that.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Fence workers off and wait until nothing of them is left on their GPUs.
+
+    Example: pearl-rl workers drain 4 --run runs/20260101-120000 --timeout 30
+    """
+    from pearl_rl.cli import operate
+
+    raise typer.Exit(int(operate.drain(run, workers, limit_s=timeout, as_json=as_json)))
+
+
+def config_diff(
+    first: Annotated[Path, typer.Argument(help="TOML file or run folder.")],
+    second: Annotated[Path | None, typer.Argument(help="Another one; default: FIRST against the default job.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what two configurations have different, key by key.
+
+    Example: pearl-rl config diff runs/20260101-120000 runs/20260102-120000
+    """
+    from pearl_rl.cli.config_diff import diff
+
+    raise typer.Exit(int(diff(first, second, as_json=as_json)))

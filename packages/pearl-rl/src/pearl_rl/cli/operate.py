@@ -1,0 +1,208 @@
+"""Commands that look at a run while it goes on, and operate it."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from pearl_rl.live.follower import Follower
+
+_POLL_S = 0.3
+_MOST_S = 86_400.0
+
+
+def run_folder(given: Path | None, parent: Path = Path("runs")) -> Path:
+    """`given`, or the newest run in `runs`. Raises `CommandError` where there is none."""
+    if given is not None:
+        return given
+    with suppress(OSError):
+        runs = [path for path in parent.iterdir() if (path / CONFIG_JSON).is_file() or (path / SCENARIO_JSON).is_file()]
+        if runs:
+            return max(runs, key=lambda path: path.stat().st_mtime)
+    raise CommandError(f"no run in {parent}; name the folder of one")
+
+
+def status(run: Path | None, *, as_json: bool) -> ExitCode:
+    """Print what a run looks like now."""
+    view = _view(run_folder(run))
+    if as_json:
+        print(json.dumps(view, allow_nan=False))
+        return ExitCode.OK
+    from pearl_rl.live.top import whole
+
+    _print(whole(view))
+    return ExitCode.OK
+
+
+def top(run: Path | None, *, every_s: float, once: bool) -> ExitCode:
+    """Redraw a run until it ends or somebody presses Ctrl-C."""
+    if not 0.1 <= every_s <= _MOST_S:
+        raise CommandError(f"--every {every_s:g}: must be from 0.1 to {_MOST_S:g} seconds")
+    if once:
+        return status(run, as_json=False)
+    from rich.console import Console
+    from rich.live import Live
+
+    from pearl_rl.live.follower import Follower
+    from pearl_rl.live.top import whole
+
+    follower = Follower(run_folder(run))
+    console = Console(highlight=False)
+
+    async def redraw() -> None:
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            while True:
+                follower.refresh()
+                view = follower.view()
+                live.update(whole(view, most_workers=max(4, console.height - 24)), refresh=True)
+                if view["state"] == "ended":
+                    return
+                await asyncio.sleep(every_s)
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(redraw())
+    if console.is_terminal:
+        # What was drawn went with the alternate screen.
+        console.print(whole(follower.view()))
+    return ExitCode.OK
+
+
+def dashboard(run: Path | None, *, host: str, port: int, control: bool) -> ExitCode:
+    """Serve the page until a signal comes."""
+    from pearl_executor.loopback_http import new_token
+    from pearl_rl.live.server import Dashboard
+
+    folder = run_folder(run)
+    token = new_token() if control else None
+    server = Dashboard(folder, host=host, port=port, token=token)
+
+    async def serve() -> None:
+        try:
+            url = await server.start()
+        except OSError as error:
+            raise CommandError(f"--host {host} --port {port}: cannot listen there ({error.strerror})") from None
+        ending = asyncio.Event()
+        with suppress(NotImplementedError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, ending.set)
+        print(f"{url}/#token={token}" if control else f"{url}/", flush=True)
+        print(f"shows {folder}" + ("" if control else ", read-only (--control lets you act)") + "; Ctrl-C ends it")
+        sys.stdout.flush()
+        try:
+            await ending.wait()
+        finally:
+            server.close()
+
+    asyncio.run(serve())
+    return ExitCode.OK
+
+
+def workers(run: Path | None, *, as_json: bool) -> ExitCode:
+    """List the workers of a run."""
+    found = _view(run_folder(run))["workers"]
+    if as_json:
+        print(json.dumps(found, allow_nan=False))
+        return ExitCode.OK
+    from pearl_rl.live.top import worker_table
+
+    _print(worker_table(found))
+    return ExitCode.OK
+
+
+def command(run: Path | None, order: Mapping[str, Any], *, as_json: bool) -> ExitCode:
+    """Send one command to a run and print its answer."""
+    answer = send(run_folder(run), order)
+    print(json.dumps(answer) if as_json else answer_words(answer))
+    return ExitCode.OK
+
+
+def drain(run: Path | None, ids: Sequence[int], *, limit_s: float, as_json: bool) -> ExitCode:
+    """Fence workers off and wait until nothing of them is left on their GPUs.
+
+    Exit code 4 where that takes longer than `limit_s`; they stay fenced off.
+    """
+    if not 0 < limit_s <= _MOST_S:
+        raise CommandError(f"--timeout {limit_s:g}: must be more than 0 and at most {_MOST_S:g} seconds")
+    folder = run_folder(run)
+    answer = send(folder, {"cordon": list(ids)})
+    from pearl_rl.live.follower import Follower
+
+    follower = Follower(folder)
+    left = asyncio.run(_drained(follower, set(ids), limit_s))
+    document = {**answer, "left": sorted(left)}
+    if as_json:
+        print(json.dumps(document))
+    elif not left:
+        print(f"drained: nothing of {_ids(ids)} is left on its GPUs")
+    if left:
+        print(f"pearl-rl: workers {_ids(sorted(left))} still hold their GPUs after {limit_s:g} s", file=sys.stderr)
+        return ExitCode.TIMEOUT
+    return ExitCode.OK
+
+
+_GONE = frozenset({"vacant", "released", "retired"})
+
+
+async def _drained(follower: "Follower", ids: set[int], limit_s: float) -> set[int]:
+    """Those of `ids` that still hold their GPUs when all are gone, or after `limit_s`."""
+    deadline_s = asyncio.get_running_loop().time() + limit_s
+    while True:
+        follower.refresh()
+        rows = follower.rows
+        left = {id_ for id_ in ids if id_ in rows and not (rows[id_]["cordoned"] and rows[id_]["lifecycle"] in _GONE)}
+        if not left or asyncio.get_running_loop().time() >= deadline_s:
+            return left
+        await asyncio.sleep(_POLL_S)
+
+
+def _print(drawn: "RenderableType") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    # Where nobody sees an edge, nothing is cut off at it.
+    console.width = console.width if console.is_terminal else max(console.width, 120)
+    console.print(drawn)
+
+
+def answer_words(answer: Mapping[str, Any]) -> str:
+    """A run's answer for people."""
+    words: Mapping[str, Callable[[Any], str]] = {
+        "pinned": lambda value: "unpinned: the policy chooses again" if value is None else f"pinned to {value}",
+        "cordoned": lambda ids: f"fenced off: {_ids(ids)}; they leave in order",
+        "uncordoned": lambda ids: f"back in service: {_ids(ids)}",
+    }
+    return "; ".join(words[key](value) if key in words else f"{key} {value}" for key, value in answer.items())
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def _view(folder: Path) -> Mapping[str, Any]:
+    from pearl_rl.live.follower import Follower
+
+    follower = Follower(folder)
+    try:
+        follower.refresh()
+        return follower.view()
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"{folder}: cannot be read as a run ({error!r}); is a file of it damaged?") from None
+
+
+def send(folder: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A run's answer to a command. Raises `CommandError`."""
+    from pearl_rl.live.control_client import send_command
+    from pearl_rl.report.run_record import check_run_folder
+
+    check_run_folder(folder)
+    return asyncio.run(send_command(folder, order))

@@ -1,0 +1,48 @@
+"""Sends a command to a running job through its control server."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from pearl_rl.control.control_server import CONTROL_FILE, read_control
+from pearl_rl.errors import CommandError, ExitCode
+
+_ANSWER_S: Final = 10.0
+
+
+async def send_command(run: Path, command: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the run answers. Raises `CommandError` where it does not listen, or refuses, with its reason."""
+    control = read_control(run)
+    if control is None:
+        raise CommandError(
+            f"{run}: does not listen (no {CONTROL_FILE}); start it with --set control.http=true, or it is over"
+        )
+    address = urlsplit(control["url"])
+    body = json.dumps(command).encode()
+    head = (
+        f"POST /commands HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {control['token']}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            try:
+                writer.write(head.encode() + body)
+                await writer.drain()
+                answer = await reader.read()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError) as error:
+        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror
+        raise CommandError(
+            f"{run}: its control server at {control['url']} cannot be reached ({reason}); the run may be over",
+            ExitCode.PARTIAL,
+        ) from None
+    status = answer.split(b" ", 2)[1:2]
+    result: Mapping[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2] or b"{}")
+    if status != [b"200"]:
+        raise CommandError(f"{run}: {result.get('error', 'the command was refused')}")
+    return result

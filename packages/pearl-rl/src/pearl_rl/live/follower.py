@@ -1,0 +1,263 @@
+"""Follows a run's folder as it grows: what the cluster looks like now, what is under way, and what was decided."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pearl_rl.control.control_server import read_control
+from pearl_rl.presentation.words import seconds
+from pearl_rl.report.run_record import NOBODY_S, check_run_folder, step_tokens
+from pearl_rl.report.table_history import Snapshot, configuration_text, gpu_words
+from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY
+
+_DECISIONS = 30
+_NEWS = 40
+_STEPS = 200
+_CANDIDATES = 6
+_QUIET_S, _START_S = 60.0, 300.0
+"""A run that wrote nothing for so long, and has no summary, may have been killed; starting takes longer."""
+
+
+class Tail:
+    """The new whole lines of a growing JSON Lines file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """What was added since the last call; a line that is being written comes with a later one."""
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    # A torn line was cut off, or another run began in this folder.
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+
+class Follower:
+    """A run as it is now. `refresh` reads what is new; `view` says it as one JSON-able object."""
+
+    def __init__(self, path: Path, wall_s: Callable[[], float] | None = None) -> None:
+        """`wall_s` is the clock of file times, seconds since the epoch. Raises `CommandError` for no run's folder."""
+        check_run_folder(path)
+        self.path = path
+        self.simulated = (path / SCENARIO_JSON).is_file()
+        document = json.loads((path / (SCENARIO_JSON if self.simulated else CONFIG_JSON)).read_text(encoding="utf-8"))
+        self.config: Mapping[str, Any] = document if self.simulated else document["settings"]
+        self.rows: Mapping[int, Mapping[str, Any]] = {}
+        self.about: Mapping[str, Any] = {}
+        self.loads: Mapping[str, Mapping[str, Any]] = {}
+        self.steps: deque[dict[str, Any]] = deque(maxlen=_STEPS)
+        self.decisions: deque[dict[str, Any]] = deque(maxlen=_DECISIONS)
+        self.news: deque[tuple[float, str]] = deque(maxlen=_NEWS)
+        self.now_s = 0.0
+        self.batch = self.remaining = self.step = 0
+        self.reclaims = 0
+        self._wall_s = wall_s or _wall_s
+        self._handlers: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+            "events": self._event,
+            "decisions": self._decision,
+            "metrics": self._step_done,
+            "table": self._table,
+            "loads": self._loads,
+        }
+        self._tails = {name: Tail(path / f"{name}.jsonl") for name in self._handlers}
+
+    def refresh(self) -> bool:
+        """Read what is new. Returns whether there was anything."""
+        changed = False
+        for name, tail in self._tails.items():
+            handle = self._handlers[name]
+            for line in tail.read():
+                handle(line)
+                changed = True
+        return changed
+
+    # ---- what was read ----------------------------------------------------------------------------------------------
+
+    def _event(self, line: Mapping[str, Any]) -> None:
+        self.now_s = max(self.now_s, line["now_s"])
+        kind = line["event"]
+        if kind == "RolloutBegan":
+            self.step, self.batch, self.remaining = line["step"], line["batch"], line["batch"]
+        elif kind == "RolloutProgressed":
+            self.remaining = line["remaining"] if line["step"] == self.step else self.remaining
+        elif kind == "GpusReclaimed":
+            self.reclaims += 1
+        words = event_words(line)
+        if words:
+            self.news.append((line["now_s"], words))
+
+    def _decision(self, line: Mapping[str, Any]) -> None:
+        if "decision" in line:
+            self.decisions.append(brief_decision(line))
+            return
+        for known in self.decisions:
+            if known["number"] == line["number"]:
+                known["measured"] = {"step": line["step"], "seconds": line["measured_s"]}
+
+    def _step_done(self, line: Mapping[str, Any]) -> None:
+        self.steps.append(dict(line))
+
+    def _table(self, line: Mapping[str, Any]) -> None:
+        rows = {**self.rows, **{int(id_): row for id_, row in line["rows"].items()}}
+        for id_ in line["gone"]:
+            rows.pop(int(id_), None)
+        self.rows, self.about = rows, line
+
+    def _loads(self, line: Mapping[str, Any]) -> None:
+        self.loads = line["loads"]
+
+    # ---- what is said -----------------------------------------------------------------------------------------------
+
+    def state(self) -> str:
+        """`ended`, `starting`, `running`, or `silent` where nothing was written for long."""
+        if (self.path / SUMMARY).is_file():
+            return "ended"
+        newest = max((tail.path.stat().st_mtime for tail in self._tails.values() if tail.path.exists()), default=0.0)
+        quiet_s, begun = self._wall_s() - newest, self.now_s > 0 or self.batch > 0
+        if quiet_s > (_QUIET_S if begun else _START_S):
+            return "silent"
+        return "running" if begun else "starting"
+
+    def snapshot(self) -> Snapshot:
+        """The table now."""
+        return Snapshot(self.now_s, self.rows, self.about)
+
+    def view(self) -> dict[str, Any]:
+        """All there is to see, as one object."""
+        control = read_control(self.path)
+        last = self.steps[-1] if self.steps else None
+        return {
+            "run": self.path.resolve().name,
+            "state": self.state(),
+            "simulated": self.simulated,
+            "now_s": self.now_s,
+            "step": self.step,
+            "steps": self._planned_steps(),
+            "completed": last["step"] if last else 0,
+            "batch": self.batch,
+            "remaining": self.remaining,
+            "training": self.about.get("training", "idle"),
+            "configuration": configuration_text(self.rows.values()),
+            "pinned": self.about.get("pinned"),
+            "weight_version": self.about.get("target_version", 0),
+            "plan": self.about.get("plan"),
+            "groups": self.about.get("groups", []),
+            "removals": self.about.get("removals", []),
+            "workers": [self._worker(id_, row) for id_, row in sorted(self.rows.items())],
+            "reclaims": self.reclaims,
+            "last_step": None if last is None else _brief_step(last),
+            "history": [_brief_step(step) for step in self.steps],
+            "decisions": list(self.decisions)[::-1],
+            "news": [{"at_s": at_s, "text": text} for at_s, text in self.news][::-1],
+            "control": control is not None,
+        }
+
+    def _planned_steps(self) -> int:
+        if self.steps:
+            return int(self.steps[-1]["steps"])
+        return int(self.config["run"]["steps"])
+
+    def _worker(self, id_: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        load = self.loads.get(str(id_), {})
+        group = "training" if row["role"] == "training" else "borrowed" if row["zone"] == "overlap" else row["tenure"]
+        return {
+            "id": id_,
+            "gpus": sorted(row["gpus"]),
+            "place": gpu_words(row["gpus"]),
+            "group": group,
+            "role": row["role"],
+            "lifecycle": row["lifecycle"],
+            "incarnation": row["incarnation"],
+            "weight_version": row["weight_version"],
+            "cordoned": row["cordoned"],
+            "failures": row["failures"],
+            "reclaim_at_s": row["reclaim_at_s"],
+            "running": load.get("running", 0),
+            "waiting": load.get("waiting", 0),
+        }
+
+
+def _wall_s() -> float:
+    return datetime.now(UTC).timestamp()
+
+
+def _brief_step(step: Mapping[str, Any]) -> dict[str, Any]:
+    duration_s = step["duration_s"]
+    return {
+        "step": step["step"],
+        "reward": step["reward_mean"],
+        "tokens_per_s": step_tokens(step) / duration_s if duration_s > 0 else 0.0,
+        "rollout_s": step["rollout_s"],
+        "predicted_s": step["predicted_rollout_s"],
+        "training_s": step["training_s"],
+        "configuration": step["configuration"],
+        "staleness": step["staleness_mean"],
+        "lost": step["lost_trajectories"],
+    }
+
+
+def brief_decision(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of `decisions.jsonl` with its best candidates."""
+    decision, gate = line["decision"], line["gate"]
+    return {
+        "number": line["number"],
+        "at_s": line["now_s"],
+        "trigger": line["trigger"],
+        "previous": decision["previous"],
+        "selected": decision["selected"],
+        "reason": decision["reason"],
+        "budget_workers": decision["budget_workers"],
+        "gain_s": decision["gain_s"],
+        "gate": None if gate is None else {"open": bool(gate["open"]), **_gate_terms(gate)},
+        "candidates": [
+            {"configuration": c["configuration"], "makespan_s": c["makespan_s"], "violated": c["violated"]}
+            for c in decision["candidates"][:_CANDIDATES]
+        ],
+        "considered": decision["considered"],
+        "measured": None,
+    }
+
+
+def _gate_terms(gate: Mapping[str, float]) -> dict[str, float | None]:
+    compared = gate["dedicated_s"] < NOBODY_S
+    return {"benefit_s": gate["benefit_s"] if compared else None, "toggle_s": gate["toggle_s"]}
+
+
+def event_words(line: Mapping[str, Any]) -> str:
+    """An event in a few words; empty for those too frequent to tell."""
+    match line["event"]:
+        case "GpusOffered":
+            return f"{gpu_words(line['gpus'])} offered ({line['tenure']})"
+        case "GpusReclaimed":
+            return (
+                f"{gpu_words(line['gpus'])} reclaimed, {seconds(max(0.0, line['deadline_s'] - line['now_s']))} notice"
+            )
+        case "WorkerFailed":
+            return f"worker {line['worker']} failed: {line['cause']}"
+        case "GroupFailed" if line["failed"]:
+            return "preparation failed: " + "; ".join(f"worker {id_}: {why}" for id_, why in line["failed"].items())
+        case "GroupPrepared":
+            return f"workers {', '.join(line['reported'])} are ready after {seconds(line['duration_s'])}"
+        case "TrainingFinished":
+            return f"update to weights v{line['weight_version']} took {seconds(line['duration_s'])}"
+        case "WorkersCordoned":
+            ids = ", ".join(map(str, line["workers"]))
+            return f"workers {ids} {'fenced off' if line['cordoned'] else 'back in service'} by a person"
+        case "ConfigurationPinned":
+            chosen = line["configuration"]
+            return f"pinned to {chosen} by a person" if chosen else "unpinned by a person"
+    return ""

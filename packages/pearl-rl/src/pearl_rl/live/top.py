@@ -1,0 +1,144 @@
+"""A run in a terminal: what `pearl-rl top` redraws and `pearl-rl status` prints once."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pearl_rl.presentation.words import reason_words, seconds, sparkline
+from pearl_rl.report.charts import seconds_signed
+from pearl_rl.report.svg import number
+from pearl_rl.report.table_history import role_letter
+from pearl_state.decision import Reason
+
+_STYLE = {"prefill": "yellow", "decode": "cyan", "colocated": "green", "training": "magenta"}
+_SHOWN = 6
+_BAR, _SPARK = 30, 40
+_STATES = {
+    "starting": "starting",
+    "running": "running",
+    "ended": "ended",
+    "silent": "nothing written for a while; killed?",
+}
+
+
+def whole(view: Mapping[str, Any], *, most_workers: int = 40) -> RenderableType:
+    """Everything about a run, for one screen."""
+    return Group(
+        Text.assemble((f"{view['run']}  ", "bold"), _STATES[view["state"]], f"  at {seconds(view['now_s'])}"),
+        facts(view),
+        worker_table(view["workers"][:most_workers]),
+        *([Text(f"{len(view['workers']) - most_workers} more workers", style="dim")] * _more(view, most_workers)),
+        *(Text(line) for line in under_way(view)),
+        *(Text(decision_words(decision)) for decision in view["decisions"][:_SHOWN]),
+        *(Text(f"{seconds(item['at_s'])}  {item['text']}", style="dim") for item in view["news"][:_SHOWN]),
+    )
+
+
+def _more(view: Mapping[str, Any], most: int) -> int:
+    return int(len(view["workers"]) > most)
+
+
+def facts(view: Mapping[str, Any]) -> RenderableType:
+    """Progress and figures of the last step."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    done, steps = view["completed"], view["steps"]
+    grid.add_row("step", _bar(done, steps) if steps and steps < 10**6 else str(done))
+    if view["batch"]:
+        complete = view["batch"] - view["remaining"]
+        grid.add_row(
+            "batch", f"step {view['step']}: {complete} of {view['batch']} complete; training {view['training']}"
+        )
+    history = view["history"]
+    if history:
+        last = history[-1]
+        rates = sparkline([step["tokens_per_s"] for step in history], _SPARK)
+        grid.add_row("tokens/s", f"{number(last['tokens_per_s'])} {rates}")
+        foreseen = "" if last["predicted_s"] is None else f", predicted {seconds(last['predicted_s'])}"
+        grid.add_row("makespan", f"{seconds(last['rollout_s'])}{foreseen}")
+        grid.add_row("reward", f"{last['reward']:.3f} {sparkline([step['reward'] for step in history], _SPARK)}")
+    pinned = f", pinned to {view['pinned']}" if view["pinned"] else ""
+    grid.add_row("serving", f"{view['configuration']}{pinned}, weights v{view['weight_version']}")
+    return grid
+
+
+def _bar(done: int, steps: int) -> Text:
+    filled = round(_BAR * min(1.0, done / steps))
+    return Text(f"{done}/{steps} ").append("━" * filled, style="green").append("━" * (_BAR - filled), style="dim")
+
+
+def worker_table(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """One line a worker."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name, justify in (
+        ("worker", "right"),
+        ("role", "left"),
+        ("state", "left"),
+        ("on", "left"),
+        ("zone", "left"),
+        ("decoding", "right"),
+        ("waiting", "right"),
+        ("weights", "right"),
+        ("failures", "right"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for worker in workers:
+        role = worker["role"]
+        serving = worker["lifecycle"] == "active"
+        state = worker["lifecycle"].replace("_", " ") + (", fenced" if worker["cordoned"] else "")
+        if worker["reclaim_at_s"] is not None:
+            state += f", gone at {seconds(worker['reclaim_at_s'])}"
+        version = worker["weight_version"]
+        table.add_row(
+            f"{worker['id']}",
+            Text(f"{role_letter(role)} {role}", style=_STYLE[role] if serving else "dim"),
+            Text(state, style="bold red" if worker["lifecycle"] in ("failed", "retired") else ""),
+            worker["place"],
+            worker["group"],
+            "" if role == "training" else f"{worker['running']}",
+            "" if role == "training" else f"{worker['waiting']}",
+            "" if version is None else f"v{version}",
+            f"{worker['failures']}" if worker["failures"] else "",
+        )
+    return table
+
+
+def under_way(view: Mapping[str, Any]) -> list[str]:
+    """What is being changed, one line each."""
+    lines = []
+    plan = view["plan"]
+    if plan:
+        lines.append(
+            f"plan {plan['id']} to {plan['target']}: stage {plan['stage'] + 1} of {plan['stages']}, "
+            f"workers {_ids(plan['workers'])}"
+        )
+    for group in view["groups"]:
+        given_up = ", being given up" if group["cancelled"] else ""
+        lines.append(f"preparing {group['kind']} {group['id']}: workers {_ids(group['workers'])}{given_up}")
+    lines += [f"removing workers {_ids(removal['workers'])}" for removal in view["removals"]]
+    return lines
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def decision_words(decision: Mapping[str, Any]) -> str:
+    """A decision in one line."""
+    when, gate = seconds(decision["at_s"]), decision["gate"]
+    if gate is not None:
+        verdict = "lend" if gate["open"] else "keep"
+        if gate["benefit_s"] is None:
+            return f"{when}  {verdict} training GPUs: no dedicated worker serves yet"
+        return (
+            f"{when}  {verdict} training GPUs: benefit {seconds_signed(gate['benefit_s'])}, "
+            f"cost {seconds(gate['toggle_s'])}"
+        )
+    before, after = decision["previous"], decision["selected"]
+    change = f"stays {after}" if before == after else f"{before or 'nothing'} → {after}"
+    return f"{when}  {change} for {decision['budget_workers']} workers ({reason_words(Reason(decision['reason']))})"

@@ -1,0 +1,209 @@
+"use strict";
+(() => {
+  const root = document.documentElement, dash = document.querySelector(".dash");
+  const themes = ["", "dark", "light"];
+  const nextTheme = () => {
+    const now = themes[(themes.indexOf(root.dataset.theme || "") + 1) % themes.length];
+    if (now) root.dataset.theme = now; else delete root.dataset.theme;
+  };
+  dash.querySelector(".theme").addEventListener("click", nextTheme);
+  document.addEventListener("keydown", (event) => {
+    if (event.target.matches("input") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "t") nextTheme();
+  });
+
+  // The token stands behind the # of the address, which no request carries.
+  const token = new URLSearchParams(location.hash.slice(1)).get("token") || new URLSearchParams(location.search).get("token");
+  const query = token && !["localhost", "127.0.0.1", "[::1]"].includes(location.hostname) ? `?token=${token}` : "";
+  const letters = { prefill: "P", decode: "D", colocated: "C", training: "T" };
+  let view = null;
+
+  const make = (name, attributes = {}, ...children) => {
+    const made = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (key === "class") made.className = value; else made.setAttribute(key, value);
+    }
+    made.append(...children);
+    return made;
+  };
+  const duration = (s) => {
+    if (s == null) return "none";
+    if (s < 0.9995) return `${(s * 1e3).toFixed(0)} ms`;
+    if (s < 99.95) return `${s.toFixed(1)} s`;
+    const minutes = Math.floor(Math.round(s) / 60);
+    return minutes < 60 ? `${minutes} min ${String(Math.round(s) % 60).padStart(2, "0")} s`
+      : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+  };
+  const tile = (key, text) => { dash.querySelector(`.tiles [data-key="${key}"] dd`).textContent = text; };
+
+  // Redraw a part only where its data changed, so that focus and open details stay.
+  const drawn = {};
+  const part = (name, data, draw) => {
+    const text = JSON.stringify(data);
+    if (drawn[name] !== text) { drawn[name] = text; draw(data); }
+  };
+
+  function show(now) {
+    view = now;
+    const words = { starting: "starting", running: "running", ended: "ended", silent: "nothing written for a while: killed?" };
+    const state = dash.querySelector(".state");
+    state.textContent = words[now.state]; state.dataset.state = now.state;
+    dash.querySelector('[data-key="clock"]').textContent = `at ${duration(now.now_s)} of the run's clock`;
+    const last = now.last_step, serving = now.workers.filter((w) => w.lifecycle === "active" && w.role !== "training");
+    tile("step", now.steps < 1e6 ? `${now.completed}/${now.steps}` : `${now.completed}`);
+    tile("configuration", now.configuration + (now.pinned ? ` pinned` : ""));
+    tile("throughput", last ? last.tokens_per_s.toFixed(0) : "–");
+    tile("reward", last ? last.reward.toFixed(3) : "–");
+    tile("serving", String(serving.reduce((sum, w) => sum + w.gpus.length, 0)));
+    const sum = (key) => now.workers.reduce((total, w) => total + w[key], 0);
+    tile("queue", `${sum("running")} + ${sum("waiting")}`);
+    tile("weights", `v${now.weight_version}`);
+    tile("reclaims", String(now.reclaims));
+    part("batch", [now.step, now.batch, now.remaining, now.training], batch);
+    part("control", [now.control, now.pinned, now.state], controls);
+    part("map", now.workers, map);
+    part("plan", [now.plan, now.groups, now.removals], plan);
+    part("spark", now.history, spark);
+    part("decisions", now.decisions, decisions);
+    part("news", now.news, (news) => dash.querySelector(".news").replaceChildren(
+      ...news.map((item) => make("li", {}, make("span", { class: "when" }, duration(item.at_s)), " ", item.text))));
+  }
+
+  function batch([step, size, remaining, training]) {
+    const done = size ? 100 * (size - remaining) / size : 0;
+    const doing = { idle: "training is idle", waiting: "training waits for its GPUs", running: "an update runs" };
+    dash.querySelector(".batchwords").textContent = size
+      ? `step ${step}: ${size - remaining} of ${size} trajectories complete; ${doing[training]}` : "no batch yet";
+    const bar = dash.querySelector(".bar");
+    bar.setAttribute("aria-valuenow", done.toFixed(0));
+    bar.firstElementChild.style.width = `${done}%`;
+  }
+
+  const may = () => dash.dataset.control === "true" && Boolean(token) && view && view.control;
+  function controls() {
+    const hint = dash.querySelector(".hint");
+    if (dash.dataset.control !== "true") hint.textContent = "Read-only. `pearl-rl dashboard RUN_DIR --control` lets you act.";
+    else if (!token) hint.textContent = "Open the address that the command printed: it holds the token.";
+    else if (!view.control) hint.textContent = "This run does not listen: it is over, or was started without control.http=true.";
+    else hint.textContent = view.pinned ? `Pinned to ${view.pinned}.` : "The policy chooses.";
+    for (const item of dash.querySelectorAll(".controls button, .controls input")) item.disabled = !may();
+    delete drawn.map;
+  }
+
+  async function act(command) {
+    const answer = dash.querySelector(".answer");
+    answer.textContent = "sending …";
+    try {
+      const response = await fetch("/commands", {
+        method: "POST", body: JSON.stringify(command),
+        headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" } });
+      const result = await response.json();
+      answer.textContent = response.ok
+        ? Object.entries(result).map(([key, value]) => `${key}: ${value === null ? "no" : value}`).join(", ") : result.error;
+      answer.dataset.ok = response.ok;
+    } catch (error) {
+      answer.textContent = `not sent: ${error.message}`; answer.dataset.ok = false;
+    }
+  }
+  dash.querySelector("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    act({ pin: dash.querySelector(".pin").value.trim().toUpperCase() });
+  });
+  for (const name of ["unpin", "freeze"])
+    dash.querySelector(`[data-act="${name}"]`).addEventListener("click", () => act({ [name]: true }));
+
+  function map(workers) {
+    const groups = new Map();
+    for (const worker of workers) {
+      if (!groups.has(worker.group)) groups.set(worker.group, []);
+      groups.get(worker.group).push(worker);
+    }
+    const order = ["training", "borrowed", "reserved", "preemptible"].filter((name) => groups.has(name));
+    const focused = document.activeElement && document.activeElement.dataset.worker;
+    dash.querySelector(".map").replaceChildren(...order.map((name) => make("div", { class: "group" },
+      make("h3", {}, `${name} (${groups.get(name).length})`),
+      make("div", { class: "cells" }, ...groups.get(name).map(cell)))));
+    if (focused) { const again = dash.querySelector(`[data-worker="${focused}"]`); if (again) again.focus(); }
+  }
+  function cell(worker) {
+    const failed = ["failed", "retired"].includes(worker.lifecycle);
+    const serving = worker.lifecycle === "active";
+    const css = failed ? "failed" : worker.role;
+    const made = make("div", { class: `cell ${css}${serving ? "" : " pale"}`, "data-id": worker.id, "data-lifecycle": worker.lifecycle,
+      title: `worker ${worker.id}.${worker.incarnation} on ${worker.place}: ${worker.role}, ${worker.lifecycle}, weights v${worker.weight_version ?? "–"}` },
+      make("b", {}, letters[worker.role]), make("span", {}, ` ${worker.id}`),
+      make("small", {}, worker.place),
+      make("small", {}, worker.cordoned ? `fenced, ${worker.lifecycle}` : serving ? (worker.role === "training" ? "holds its GPU" : `${worker.running} + ${worker.waiting}`) : worker.lifecycle.replace("_", " ")));
+    if (worker.reclaim_at_s !== null) made.append(make("small", {}, `gone at ${duration(worker.reclaim_at_s)}`));
+    if (worker.role !== "training" && may()) {
+      const verb = worker.cordoned ? "uncordon" : "cordon";
+      const button = make("button", { type: "button", "data-worker": worker.id, "aria-label": `${verb} worker ${worker.id}` }, verb);
+      button.addEventListener("click", () => act({ [verb]: [worker.id] }));
+      made.append(button);
+    }
+    return made;
+  }
+
+  function plan([running, groups, removals]) {
+    const items = [];
+    if (running) items.push(make("p", { class: "running" },
+      `Plan ${running.id} to ${running.target}: stage ${running.stage + 1} of ${running.stages}, workers ${running.workers.join(", ")}. `,
+      make("progress", { max: running.stages, value: running.stage, "aria-label": "stages of the plan that are done" })));
+    for (const group of groups) items.push(make("p", {}, `Preparing ${group.kind} ${group.id}: workers ${group.workers.join(", ")}${group.cancelled ? ", being given up" : ""}.`));
+    for (const removal of removals) items.push(make("p", {}, `Removing workers ${removal.workers.join(", ")} (plan ${removal.id}).`));
+    if (!items.length) items.push(make("p", {}, "Nothing changes at this moment."));
+    dash.querySelector(".plan").replaceChildren(...items);
+  }
+
+  function spark(history) {
+    const box = dash.querySelector(".spark"), width = box.clientWidth || 340, height = 96, ns = "http://www.w3.org/2000/svg";
+    const svg = document.createElementNS(ns, "svg");
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`); svg.setAttribute("width", width); svg.setAttribute("height", height);
+    const line = (values, css) => {
+      const top = Math.max(...values.filter((v) => v !== null), 1e-9);
+      const points = values.map((v, i) => v === null ? null : `${(4 + (width - 8) * (values.length > 1 ? i / (values.length - 1) : 0.5)).toFixed(1)},${(height - 6 - (height - 22) * v / top).toFixed(1)}`).filter(Boolean);
+      const made = document.createElementNS(ns, "polyline");
+      made.setAttribute("class", `line ${css}`); made.setAttribute("points", points.join(" "));
+      svg.append(made);
+    };
+    if (history.length) {
+      line(history.map((s) => s.tokens_per_s), "ink");
+      line(history.map((s) => s.rollout_s), "predicted");
+    }
+    const last = history[history.length - 1];
+    box.replaceChildren(svg, make("ul", { class: "legend" },
+      make("li", {}, make("i", { class: "ink" }), last ? `tokens/s, now ${last.tokens_per_s.toFixed(0)}` : "tokens/s"),
+      make("li", {}, make("i", { class: "predicted" }), last ? `makespan, now ${duration(last.rollout_s)}, predicted ${duration(last.predicted_s)}` : "makespan")));
+  }
+
+  function decisions(all) {
+    const open = new Set([...dash.querySelectorAll(".decision[open]")].map((item) => item.dataset.number));
+    const box = dash.querySelector(".decided");
+    const focused = document.activeElement && document.activeElement.closest && document.activeElement.closest(".decision");
+    const at = focused && focused.dataset.number;
+    box.replaceChildren(...all.map((item) => {
+      const changed = item.previous !== null && item.previous !== item.selected;
+      const what = item.gate ? (item.gate.open ? "lend training GPUs" : "keep training GPUs")
+        : item.previous === item.selected ? `stays ${item.selected}` : `${item.previous ?? "nothing"} → ${item.selected}`;
+      const why = item.gate
+        ? (item.gate.benefit_s === null ? "no dedicated worker serves yet" : `benefit ${item.gate.benefit_s.toFixed(2)} s, cost ${item.gate.toggle_s.toFixed(2)} s`)
+        : `${item.reason.replaceAll("_", " ")}${item.gain_s > 0 ? `, gains ${duration(item.gain_s)}` : ""} · ${item.trigger}, ${item.budget_workers} workers`;
+      const body = make("tbody", {}, ...item.candidates.map((c) => make("tr", c.configuration === item.selected ? { class: "chosen" } : {},
+        make("td", {}, c.configuration), make("td", {}, duration(c.makespan_s)), make("td", {}, c.violated.map((v) => v.replaceAll("_", " ")).join(", ")))));
+      const made = make("details", { class: "decision", "data-number": item.number, "data-kind": changed ? "switch" : "stay" },
+        make("summary", {}, make("span", { class: "when" }, duration(item.at_s)), make("b", {}, what), make("span", { class: "why" }, why)),
+        make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", {}, "candidate"), make("th", {}, "makespan"), make("th", {}, "breaks"))), body)),
+        make("p", {}, `${item.considered} considered${item.measured ? `; step ${item.measured.step} then took ${duration(item.measured.seconds)}` : ""}`));
+      made.open = open.has(String(item.number));
+      return made;
+    }));
+    if (at) { const again = box.querySelector(`[data-number="${at}"] summary`); if (again) again.focus(); }
+  }
+
+  const stream = new EventSource(`/events${query}`);
+  stream.onmessage = (event) => show(JSON.parse(event.data));
+  stream.onerror = () => {
+    const state = dash.querySelector(".state");
+    state.textContent = "the dashboard is not reachable; trying again"; state.dataset.state = "silent";
+  };
+})();

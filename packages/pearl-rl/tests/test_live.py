@@ -1,0 +1,346 @@
+"""Following a run and operating it: what is shown is what its files say, and a command does what it says."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pearl_rl.cli.app import app
+from pearl_rl.errors import CommandError
+from pearl_rl.live.follower import Follower, Tail, event_words
+from pearl_rl.live.server import Dashboard
+from pearl_rl.live.table_now import table_now
+from pearl_rl.live.testing import OperableJob
+from pearl_rl.observer import StepRecord
+from pearl_rl.run_folder import RunFolder
+from pearl_rl.settings import load_settings
+
+
+class Operated:
+    """A job that listens in a thread of its own, so that commands can be run as people run them."""
+
+    def __init__(self, path):
+        self.path = path
+        self._ready, self._thread = threading.Event(), ThreadPoolExecutor(1)
+
+    def __enter__(self):
+        self._future = self._thread.submit(asyncio.run, self._main())
+        assert self._ready.wait(20) or self._future.result()
+        return self
+
+    async def _main(self):
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        async with OperableJob(self.path) as self.job:
+            self._ready.set()
+            await self._ending.wait()
+
+    def __exit__(self, *_):
+        self._loop.call_soon_threadsafe(self._ending.set)
+        self._future.result(20)
+        self._thread.shutdown()
+
+
+@pytest.fixture
+def operated(tmp_path):
+    with Operated(tmp_path / "run") as running:
+        yield running
+
+
+def view(path):
+    follower = Follower(path)
+    follower.refresh()
+    return follower.view()
+
+
+def say(capsys, *words):
+    """(exit code, standard output, standard error) of a command."""
+    code = app([str(word) for word in words], standalone_mode=False)
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+# ---- following ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tail_gives_each_line_once_and_waits_for_whole_ones(tmp_path):
+    path = tmp_path / "a.jsonl"
+    tail = Tail(path)
+    assert list(tail.read()) == []
+    path.write_text('{"a": 1}\n{"a"')
+    assert list(tail.read()) == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert list(tail.read()) == [{"a": 2}]
+    path.write_text('{"a": 3}\n')
+    assert list(tail.read()) == [{"a": 3}]
+
+
+def test_the_view_is_the_job_as_it_is(operated):
+    seen, state = view(operated.path), operated.job.state
+    assert {worker["id"] for worker in seen["workers"]} == set(state.table.rows)
+    serving = [w for w in seen["workers"] if w["lifecycle"] == "active" and w["role"] != "training"]
+    assert {worker["id"] for worker in serving} == set(state.table.active())
+    assert seen["configuration"] == str(state.table.configuration)
+    assert (seen["step"], seen["batch"], seen["remaining"]) == (1, 64, 64)
+    assert {worker["running"] for worker in serving} == {3}
+    assert seen["control"] is True
+    assert seen["state"] == "running"
+
+
+def test_a_run_that_begins_says_so_and_one_that_is_silent_too(tmp_path):
+    with RunFolder.create(load_settings(), tmp_path / "run"):
+        assert view(tmp_path / "run")["state"] == "starting"
+        later = Follower(tmp_path / "run", wall_s=lambda: 1e12)
+        assert later.state() == "silent"
+
+
+def test_the_table_of_now_can_be_planned_on(operated):
+    table = table_now(operated.path)
+    assert table.rows == operated.job.state.table.rows
+    assert table.active_roles == operated.job.state.table.active_roles
+    assert table.holders == operated.job.state.table.holders
+
+
+def test_events_are_told_in_words():
+    assert event_words({"event": "GpusReclaimed", "gpus": [4, 5], "now_s": 1.0, "deadline_s": 3.0}) == (
+        "GPU 4-5 reclaimed, 2.0 s notice"
+    )
+    assert event_words({"event": "ConfigurationPinned", "configuration": None}) == "unpinned by a person"
+    assert event_words({"event": "RolloutProgressed"}) == ""
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_pin_and_unpin(operated, capsys):
+    code, out, _ = say(capsys, "pin", "2P2D", "--run", operated.path)
+    assert (code, out) == (0, "pinned to 2P2D\n")
+    assert str(operated.job.state.pinned) == "2P2D"
+    assert operated.job.state.table.configuration.mode == "disaggregation"
+    assert view(operated.path)["pinned"] == "2P2D"
+    code, out, _ = say(capsys, "unpin", "--run", operated.path, "--json")
+    assert json.loads(out) == {"pinned": None}
+    assert operated.job.state.pinned is None
+
+
+def test_freeze_pins_what_runs(operated, capsys):
+    now = str(operated.job.state.table.configuration)
+    assert say(capsys, "freeze", "--run", operated.path)[1] == f"pinned to {now}\n"
+    assert str(operated.job.state.pinned) == now
+
+
+def test_cordon_drain_and_uncordon(operated, capsys):
+    assert say(capsys, "workers", "cordon", "6", "--run", operated.path)[0] == 0
+    code, out, _ = say(capsys, "workers", "drain", "7", "--run", operated.path, "--timeout", "5", "--json")
+    assert code == 0
+    assert json.loads(out) == {"cordoned": [7], "left": []}
+    assert {6, 7}.isdisjoint(operated.job.state.table.active())
+    assert say(capsys, "workers", "uncordon", "6", "7", "--run", operated.path)[0] == 0
+    assert {6, 7} <= set(operated.job.state.table.active())
+
+
+def test_workers_are_listed_as_they_are(operated, capsys):
+    listed = json.loads(say(capsys, "workers", "list", "--run", operated.path, "--json")[1])
+    assert {worker["id"] for worker in listed} == set(operated.job.state.table.rows)
+    text = say(capsys, "workers", "list", "--run", operated.path)[1]
+    assert "GPU 4" in text
+    assert "training" in text
+
+
+def test_status_and_top_show_one_screen(operated, capsys):
+    operated.job.record_step(
+        StepRecord(step=1, steps=60, now_s=9.0, reward_mean=0.5, duration_s=2.0, generated_tokens=100, rollout_s=1.5)
+    )
+    code, out, _ = say(capsys, "status", operated.path)
+    assert code == 0
+    for part in ("1/60", "running", "GPU 2", "preemptible", "0.500"):
+        assert part in out
+    assert say(capsys, "top", operated.path, "--once")[1] == out
+    assert json.loads(say(capsys, "status", operated.path, "--json")[1])["completed"] == 1
+
+
+def test_apply_says_what_it_would_do_and_does_it(operated, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    count = len(operated.job.state.table.active())
+    target = f"1P{count - 1}D"
+    file.write_text(json.dumps({"selected": target}))
+    before = operated.job.state
+    code, out, _ = say(capsys, "apply", file, "--run", operated.path, "--dry-run")
+    assert code == 0
+    assert f"→ {target}" in out
+    assert "becomes prefill" in out
+    assert operated.job.state == before
+    plan = json.loads(say(capsys, "apply", file, "--run", operated.path, "--dry-run", "--json")[1])["plan"]
+    assert plan["target"] == target
+    assert say(capsys, "apply", file, "--run", operated.path)[0] == 0
+    assert str(operated.job.state.table.configuration) == target
+    assert "nothing would change" in say(capsys, "apply", file, "--run", operated.path, "--dry-run")[1]
+
+
+def test_a_target_without_enough_workers_is_infeasible(operated, capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"target": "9P9D"}))
+    code, out, _ = say(capsys, "apply", file, "--run", operated.path, "--dry-run")
+    assert code == 3
+    assert "needs 18 workers" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "is no JSON"), ("{}", "holds neither"), ('{"target": "2X"}', "2X"), ('{"target": "0C"}', "0C")],
+)
+def test_bad_plans_are_one_line(tmp_path, capsys, text, said):
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    code, _, error = say(capsys, "apply", file, "--dry-run", "--run", tmp_path)
+    assert (code, error.count("\n")) == (2, 1)
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pin", "2X"], "not like '2P3D'"),
+        (["workers", "cordon", "99"], "no rollout worker is called 99"),
+        (["workers", "drain", "4", "--timeout", "0"], "--timeout 0"),
+    ],
+)
+def test_refusals_are_one_line(operated, capsys, words, said):
+    code, out, error = say(capsys, *words, "--run", operated.path)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert said in error
+
+
+def test_a_run_that_does_not_listen_says_how_to_make_it(tmp_path, capsys, monkeypatch):
+    with RunFolder.create(load_settings(), tmp_path / "runs" / "one"):
+        pass
+    monkeypatch.chdir(tmp_path)
+    code, _, error = say(capsys, "pin", "2P3D")
+    assert code == 2
+    assert "control.http=true" in error
+    (tmp_path / "runs" / "one" / "control.json").write_text(
+        json.dumps({"url": "http://127.0.0.1:1", "token": "x", "pid": 1})
+    )
+    code, _, error = say(capsys, "unpin")
+    assert code == 5
+    assert "the run may be over" in error
+
+
+def test_without_a_run_the_commands_ask_for_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in (["status"], ["workers", "list"], ["unpin"], ["dashboard"]):
+        code, _, error = say(capsys, *words)
+        assert (code, error) == (2, "pearl-rl: no run in runs; name the folder of one\n")
+    assert say(capsys, "status", tmp_path)[0] == 2
+    assert say(capsys, "top", "--every", "0")[0] == 2
+
+
+def test_configurations_are_compared_key_by_key(tmp_path, capsys):
+    file = tmp_path / "a.toml"
+    file.write_text("[train]\nlearning_rate = 0.5\n")
+    code, out, _ = say(capsys, "config", "diff", file)
+    assert code == 0
+    assert "train.learning_rate: 0.001 → 0.5" in out
+    with RunFolder.create(load_settings(None, ["run.seed=7"]), tmp_path / "run"):
+        pass
+    found = json.loads(say(capsys, "config", "diff", file, tmp_path / "run", "--json")[1])["changed"]
+    assert found == {
+        "run.seed": {"first": 0, "second": 7},
+        "train.learning_rate": {"first": 0.5, "second": 0.001},
+    }
+    assert "no difference" in say(capsys, "config", "diff", file, file)[1]
+    assert say(capsys, "config", "diff", tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["report", "timeline", "replay", "what-if", "status", "top", "dashboard", "pin", "unpin", "freeze", "apply"]
+    + [f"workers {name}" for name in ("list", "cordon", "uncordon", "drain")]
+    + ["config diff"],
+)
+def test_help_has_an_example(command, capsys):
+    code, out, _ = say(capsys, *command.split(), "--help")
+    assert code == 0
+    assert f"Example: pearl-rl {command}" in " ".join(out.split())
+
+
+# ---- the dashboard's server -----------------------------------------------------------------------------------------
+
+
+async def request(url, method="GET", path="/", body="", token=None, until=b""):
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    extra = f"Authorization: Bearer {token}\r\n" if token else ""
+    writer.write(f"{method} {path} HTTP/1.1\r\n{extra}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    answer = await (reader.readuntil(until) if until else reader.read())
+    writer.close()
+    return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
+
+
+def served(path, scenario, **options):
+    async def main():
+        dashboard = Dashboard(path, **options)
+        async with asyncio.timeout(20):
+            url = await dashboard.start()
+            try:
+                return await scenario(url)
+            finally:
+                dashboard.close()
+
+    return asyncio.run(main())
+
+
+def test_the_dashboard_shows_the_view_and_is_read_only_by_default(operated):
+    async def scenario(url):
+        status, page = await request(url)
+        assert status == 200
+        assert b"connect-src" in page
+        assert json.loads((await request(url, path="/state"))[1])["batch"] == 64
+        event = (await request(url, path="/events", until=b"\n\n"))[1]
+        assert json.loads(event.removeprefix(b"data: "))["run"] == "run"
+        refused = await request(url, "POST", "/commands", '{"unpin": true}')
+        assert refused[0] == 403
+        assert b"read-only" in refused[1]
+        assert (await request(url, path="/other"))[0] == 404
+
+    served(operated.path, scenario)
+    assert operated.job.state.pinned is None
+
+
+def test_with_a_token_commands_go_on_to_the_run(operated):
+    async def scenario(url):
+        assert (await request(url, "POST", "/commands", '{"pin": "2P2D"}', token="wrong"))[0] == 401
+        assert (await request(url, "POST", "/commands", "pin", token="the-token"))[0] == 400
+        status, answer = await request(url, "POST", "/commands", '{"pin": "3X"}', token="the-token")
+        assert (status, b"not like" in answer) == (409, True)
+        return await request(url, "POST", "/commands", '{"pin": "2P2D"}', token="the-token")
+
+    assert served(operated.path, scenario, token="the-token")[0] == 200
+    assert str(operated.job.state.pinned) == "2P2D"
+
+
+def test_another_host_than_loopback_needs_the_token_for_everything(operated):
+    with pytest.raises(CommandError, match="needs --control"):
+        Dashboard(operated.path, host="0.0.0.0")
+
+    async def scenario(url):
+        local = url.replace("0.0.0.0", "127.0.0.1")
+        assert (await request(local))[0] == 401
+        return await request(local, path="/?token=the-token")
+
+    assert served(operated.path, scenario, host="0.0.0.0", token="the-token")[0] == 200
+
+
+def test_names_of_runs_stay_text(tmp_path):
+    path = tmp_path / "<b>run"
+    with RunFolder.create(load_settings(), path):
+        pass
+
+    async def scenario(url):
+        return (await request(url))[1]
+
+    page = served(path, scenario)
+    assert b"<b>run" not in page
+    assert b"&lt;b&gt;run" in page
