@@ -148,7 +148,9 @@ def test_more_workers_are_never_slower(w, p, n_p, n_d):
     for model in (PrintedModel(w, p), ExtendedModel(w, p)):
         slack = 1 + 1e-9
         assert model.colocated(n_p + 1).total_s <= model.colocated(n_p).total_s * slack
-        assert model.total_s(n_p + 1, n_d) <= model.total_s(n_p, n_d) * slack
+        # The slowest trajectory may be one of few, long turns: it gains little where others get faster to decode.
+        few = bool(w.turn_environment_s) and 0 < len(w.active_by_turn) < w.turns
+        assert few or model.total_s(n_p + 1, n_d) <= model.total_s(n_p, n_d) * slack
         assert model.total_s(n_p, n_d + 1) <= model.total_s(n_p, n_d) * slack
         assert model.total_s(n_p, n_d) == model.disaggregated(n_p, n_d).total_s
 
@@ -211,9 +213,10 @@ def test_the_cycle_of_a_closed_network_is_nearly_exact_and_becomes_the_longer_pa
 
 def test_pools_that_are_balanced_make_each_other_wait():
     w = replace(SWE, turn_environment_s=0.1, environment_s=0.0)
-    totals = {n_p: ExtendedModel(w, H800).disaggregated(n_p, 8 - n_p) for n_p in range(1, 8)}
-    best = min(totals.values(), key=lambda terms: terms.total_s)
-    assert best.total_s > 1.02 * max(best.prefill_s + best.transfer_s, best.decode_s + 16 * 0.1)
+    model = ExtendedModel(w, H800)
+    totals = {n_p: model.disaggregated(n_p, 8 - n_p) for n_p in range(1, 8)}
+    best = min(totals, key=lambda n_p: totals[n_p].total_s)
+    assert totals[best].total_s > 1.05 * max(totals[best].prefill_s, model.paths(best, 8 - best)[1])
     # One prefill worker is far too few: what it computes is all that counts.
     assert totals[1].total_s == pytest.approx(totals[1].prefill_s, rel=0.02)
 
@@ -225,6 +228,16 @@ def test_the_first_token_is_prefill_s_and_a_request_joins_a_batch_between_iterat
     assert ExtendedModel(w, bare).colocated(3).total_s == pytest.approx(16 * turn)
     turn += 1700 * 147_456 / 80e9
     assert ExtendedModel(w, bare).disaggregated(2, 3).total_s == pytest.approx(16 * turn)
+
+
+def test_the_slowest_trajectory_may_be_one_of_few_and_long_turns():
+    """S = 16 turns of mean length, which nobody took: at most 4. It decodes all of them, and waits for 4 prefills."""
+    w = replace(SWE, batch=1, active_by_turn=(1.0,) * 4, turn_environment_s=1.0, environment_s=9.0)
+    bare = replace(H800, overhead_per_turn_s=0.0)
+    decode = 16 * (69.5 * 6.5e-3 + 69 * 0.36e-3)
+    assert ExtendedModel(w, bare).colocated(3).total_s == pytest.approx(decode + 4 * 1700 * 20e-6 + 9.0)
+    insert = 1700 * 20e-6 + 1700 * 147_456 / 80e9
+    assert ExtendedModel(w, bare).disaggregated(2, 3).total_s == pytest.approx(decode + 4 * insert + 9.0)
 
 
 def test_prefixes_lost_to_moves_and_new_weights_are_prefilled_again():

@@ -14,8 +14,10 @@ Added to the printed equations (symbols as in `makespan`):
 - *A closed cycle.* Where `turn_environment_s` is known, n trajectories circulate between the environment and the pools
   (mean-value analysis with Schweitzer's estimate of what an arrival finds): a turn lasts
   C = Z + Σ R_k with R_k = F_k + G_k·R_k/C, where F_k is what a trajectory's own turn needs in pool k and G_k what the
-  n − 1 others bring to its worker. Pools that are nearly balanced make each other wait; where one dominates, C is its
-  G. Environment time is counted once, as it overlaps.
+  others bring to its worker: (n − 1)/N of them, and between decode workers, which are filled evenly, n/N − 1. Pools
+  that are nearly balanced make each other wait; where one dominates, C is its G.
+- *The slowest trajectory.* S turns of mean length may be more than anybody took: then its turns are few and long. Its
+  path is S turns of decode, as many prefills as there are turns at most, and its own environment time, once.
 - *Iterations.* In a measured cycle the first token comes from prefill, and a request that joins a decode batch waits
   for the iteration under way: r − 1 iterations and on average half of one.
 - *KV queue of colocation.* Where the pool cannot hold the batch, requests wait: the fixed cost of decode is paid once
@@ -107,7 +109,6 @@ class ExtendedModel:
         "_alone",
         "_beside",
         "_cap",
-        "_cycled",
         "_environment",
         "_fixed",
         "_groups",
@@ -127,6 +128,7 @@ class ExtendedModel:
         "_stretch",
         "_transfer",
         "_turns",
+        "_visits",
         "_work",
         "is_printed",
     )
@@ -147,7 +149,10 @@ class ExtendedModel:
         self._cap = math.inf
         if platform.prefix_capacity_tokens and workload.context_tokens:
             self._cap = platform.prefix_capacity_tokens / workload.context_tokens
-        self._over = turns * platform.overhead_per_turn_s
+        active = len(workload.active_by_turn)
+        # S turns of mean length may be more than anybody took: the slowest one's are long, and it visits prefill less.
+        self._visits = min(1.0, active / turns) if active and workload.turn_environment_s else 1.0
+        self._over = self._visits * turns * platform.overhead_per_turn_s
         self._handover = turns * platform.handover_s
         self._transfer = workload.new_prompt_tokens * platform.kv_bytes_per_token / platform.transfer_bytes_per_s
         self._outside = workload.turn_environment_s
@@ -158,8 +163,7 @@ class ExtendedModel:
             self._fixed = (iterations + 0.5) * platform.decode_fixed_s
             self._pair_delay = self._outside + self._transfer + platform.handover_s
             # The bubble is what a trajectory does besides decode; its environment time is on the path already.
-            self._beside = max(0.0, self._environment - turns * self._outside)
-            self._cycled = tuple((count, running, max(0.0, running - 1.0)) for count, running in self._groups)
+            self._beside = self._environment
         else:
             self._stretch = 1.0 + workload.bubble_ratio
             self._pair_delay = 0.0
@@ -211,9 +215,11 @@ class ExtendedModel:
             else:
                 stay = fixed + running / workers * load
             part = count * (stay - fixed) / load if load else 0.0
+            # The slowest one's own prefills may be fewer than S; those of others hold it up all along.
+            part -= (1.0 - self._visits) * count
             prefill += part * own
             reprefill += part * again
-            stays += count * stay
+            stays += count * (stay - (1.0 - self._visits) * own)
         return MakespanTerms(
             total_s=stays + self._over + self._environment,
             prefill_s=prefill,
@@ -247,10 +253,14 @@ class ExtendedModel:
         prompt, kept, held = self._pair_prompt, self._pair_kept, self._cap * prefill_workers
         lost = self._lost(self._pair_moved, prefill_workers, prompt, kept)
         usual, delay, alone = prompt + kept * lost, self._pair_delay, self._alone
-        share, load, root = 1.0 / prefill_workers, self._per_sequence / decode_workers, math.sqrt
-        for count, running, others in self._cycled:
+        outside, visits = self._outside, self._visits
+        share, away, root = 1.0 / prefill_workers, 1.0 / decode_workers, math.sqrt
+        per_sequence = self._per_sequence
+        for count, running in self._groups:
             own = usual if running <= held else prompt + kept * (1.0 - (1.0 - lost) * held / running)
-            before, beside = others * share * own, others * load
+            before, beside = (running - 1.0) * share, running * away - 1.0
+            before = before * own if before > 0.0 else 0.0
+            beside = beside * per_sequence if beside > 0.0 else 0.0
             rest = delay + own
             half = 0.5 * (alone + beside - rest)
             low = rest + half + root(half * half + alone * rest)
@@ -266,10 +276,11 @@ class ExtendedModel:
             batch *= close
             slope = 1.0 + queue + batch
             cycle = low - excess * slope / (slope * slope + excess * (queue * near + batch * close))
-            total += count * cycle
+            stay = alone * cycle / (cycle - beside)
+            total += count * (stay + visits * (cycle - stay - outside))
             again += count * running * (own - prompt)
-            decode += count * alone * cycle / (cycle - beside)
-        return total, again * share, decode, decode + self._turns * (delay + prompt)
+            decode += count * stay
+        return total, again * share, decode, decode + visits * self._turns * (delay - outside + prompt)
 
     def total_s(self, prefill_workers: int, decode_workers: int) -> float:
         """Makespan under disaggregation, seconds."""
@@ -281,10 +292,11 @@ class ExtendedModel:
         prefill = self._work * (self._pair_prompt / prefill_workers + self._transfer) + again
         if self._outside:
             # Without what is prefilled again, which falls with N_P.
-            outside, load = self._pair_delay + self._pair_prompt, self._per_sequence / decode_workers
-            decode = self._turns * outside
-            for count, _, others in self._cycled:
-                decode += count * residence_s(self._alone, others * load, outside)
+            outside = self._pair_delay + self._pair_prompt
+            decode = self._visits * self._turns * (outside - self._outside)
+            for count, running in self._groups:
+                others = max(0.0, running / decode_workers - 1.0)
+                decode += count * residence_s(self._alone, others * self._per_sequence, outside)
         return prefill + self._beside, decode + self._beside
 
     def disaggregated(self, prefill_workers: int, decode_workers: int) -> MakespanTerms:
