@@ -148,7 +148,8 @@ class World:
                 cause = "kept its memory" if fail else None
                 yield events.TrainingReleased(now_s=self.now, plan_id=effect.plan_id, failed=cause)
             case ResumeTraining():
-                yield events.TrainingResumed(now_s=self.now, failed="no memory" if fail else None)
+                cause = "no memory" if fail else None
+                yield events.TrainingResumed(now_s=self.now, plan_id=effect.plan_id, failed=cause)
 
     def settle(self, limit: int = 2000) -> None:
         for _ in range(limit):

@@ -57,7 +57,18 @@ class BoundedCalls:
     def __init__(self, on_action: OnAction, cancel_s: float) -> None:
         self._on_action = on_action
         self._cancel_s = cancel_s
-        self._left_alone: set[asyncio.Task[Any]] = set()
+        self._left_alone: dict[asyncio.Task[Any], tuple[Worker | None, str]] = {}
+
+    def lingering(self, worker: Worker) -> str | None:
+        """The name of a call on this process that was given up and still runs; None where there is none."""
+        for task, (other, name) in self._left_alone.items():
+            if (
+                other is not None
+                and not task.done()
+                and (other.id, other.incarnation) == (worker.id, worker.incarnation)
+            ):
+                return name
+        return None
 
     async def call(
         self,
@@ -75,9 +86,10 @@ class BoundedCalls:
         began_s = asyncio.get_running_loop().time()
         subject = "training" if worker is None else f"worker {worker.id}"
         task = asyncio.ensure_future(call)
+        of = (worker, name)
         cause: str | None = None
         try:
-            await self._wait(task, limit_s, settle_s)
+            await self._wait(task, limit_s, settle_s, of)
             if not task.done() or task.cancelled():
                 raise CallError(f"{subject}: {name} exceeded {max(0.0, limit_s):g} s", FailureKind.EXPIRED)
             return _result(task, subject, name)
@@ -100,21 +112,25 @@ class BoundedCalls:
                 )
             )
 
-    async def _wait(self, task: "asyncio.Task[T]", limit_s: float, settle_s: float) -> None:
+    async def _wait(
+        self, task: "asyncio.Task[T]", limit_s: float, settle_s: float, of: tuple[Worker | None, str]
+    ) -> None:
         """Wait for `task` and end it when its time is up. Returns with it done, unless it ignores its cancellation."""
         began_s = asyncio.get_running_loop().time()
         try:
             await asyncio.wait({task}, timeout=max(0.0, limit_s))
         except asyncio.CancelledError:
             left_s = limit_s - (asyncio.get_running_loop().time() - began_s)
-            await self._end(task, min(settle_s, left_s), limit_s)
+            await self._end(task, min(settle_s, left_s), limit_s, of)
             raise
         if not task.done():
-            await self._end(task, 0.0, limit_s)
+            await self._end(task, 0.0, limit_s, of)
 
-    async def _end(self, task: "asyncio.Task[T]", grace_s: float, limit_s: float) -> None:
+    async def _end(
+        self, task: "asyncio.Task[T]", grace_s: float, limit_s: float, of: tuple[Worker | None, str]
+    ) -> None:
         # Its late result is void, and a call that ignores its cancellation must not hold anybody up.
-        self._left_alone.add(task)
+        self._left_alone[task] = of
         task.add_done_callback(self._forget)
         try:
             if grace_s > 0.0:
@@ -125,7 +141,7 @@ class BoundedCalls:
                 await asyncio.wait({task}, timeout=min(self._cancel_s, 0.25 * max(0.0, limit_s)))
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
-        self._left_alone.discard(task)
+        self._left_alone.pop(task, None)
         if not task.cancelled():
             task.exception()
 

@@ -126,7 +126,7 @@ class ElasticExecutor:
             case ReleaseTraining():
                 post(await self._toggle.release_training(effect))
             case ResumeTraining():
-                post(await self._toggle.resume_training())
+                post(await self._toggle.resume_training(effect))
             case _:
                 return
 

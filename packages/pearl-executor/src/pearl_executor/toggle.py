@@ -14,7 +14,7 @@ from pearl_executor.ports import MemoryReport, TrainingPort, WorkerError, Worker
 from pearl_executor.processes import Residency
 from pearl_executor.weight_sync import WeightSync
 from pearl_executor.workers import BoundedWorkers, kill_time
-from pearl_state.effects import PrepareGroup, ReleaseTraining
+from pearl_state.effects import PrepareGroup, ReleaseTraining, ResumeTraining
 from pearl_state.events import GroupFailed, GroupPrepared, TrainingReleased, TrainingResumed
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.worker import Worker
@@ -105,7 +105,7 @@ class ToggleManager:
         cause = await self._release_training()
         return TrainingReleased(now_s=_now_s(), plan_id=effect.plan_id, failed=cause)
 
-    async def resume_training(self) -> TrainingResumed:
+    async def resume_training(self, effect: ResumeTraining) -> TrainingResumed:
         """Have training take the device memory that it gave back, verified.
 
         The caller repeats a failed resume; each repetition waits a little longer before it tries.
@@ -113,7 +113,7 @@ class ToggleManager:
         if self._failed_resumes:
             await asyncio.sleep(self._pause_s())
         cause = await self._resume_training()
-        return TrainingResumed(now_s=_now_s(), failed=cause)
+        return TrainingResumed(now_s=_now_s(), plan_id=effect.plan_id, failed=cause)
 
     async def _release_training(self) -> str | None:
         training = self._training

@@ -166,6 +166,11 @@ class BoundedWorkers:
         return int(held_bytes * (1.0 - self._retained_fraction))
 
     def _refuse_doubt(self, worker: Worker, name: str) -> None:
+        """Raise where the process may be in the middle of something: what follows may kill or corrupt it."""
+        if (under_way := self._calls.lingering(worker)) is not None:
+            raise CallError(
+                f"worker {worker.id}: {name} refused, {under_way} was given up and still runs", FailureKind.BROKEN
+            )
         if self.processes.of(worker).residency is Residency.IN_DOUBT:
             raise CallError(
                 f"worker {worker.id}: {name} refused, the outcome of an earlier release or resume is not known",
@@ -186,6 +191,7 @@ class BoundedWorkers:
 
     async def switch(self, worker: Worker) -> None:
         """Give an idle engine the role of its row."""
+        self._refuse_doubt(worker, "switch_role")
         await self._calls.call(worker, "switch_role", self._port.switch_role(worker, worker.role), self.limits.switch_s)
 
     async def refresh_peers(self, worker: Worker) -> None:
@@ -195,6 +201,7 @@ class BoundedWorkers:
 
     async def load(self, worker: Worker, snapshot: WeightSnapshot, limit_s: float) -> int:
         """Load a snapshot; returns the version that the engine reports, which is the snapshot's."""
+        self._refuse_doubt(worker, "load_weights")
         reported = await self._calls.call(worker, "load_weights", self._port.load_weights(worker, snapshot), limit_s)
         if reported != snapshot.version:
             raise CallError(

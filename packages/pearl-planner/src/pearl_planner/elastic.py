@@ -97,6 +97,8 @@ class ElasticState:
     running: RunningPlan | None = None
     releasing: PlanId | None = None
     """Training is giving its memory back for a borrow."""
+    resuming: PlanId | None = None
+    """Training is taking its memory again."""
     training_wanted: bool = False
     """A batch is complete; training runs or waits for its GPUs."""
     training_running: bool = False

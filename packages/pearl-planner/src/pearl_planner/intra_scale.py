@@ -7,6 +7,7 @@ from pearl_planner.reconcile import rows
 from pearl_state import events
 from pearl_state.effects import GrantTraining, ResumeTraining, SyncWeights
 from pearl_state.lifecycle import Lifecycle
+from pearl_state.plan import PlanId
 from pearl_state.roles import Role, Zone
 
 
@@ -35,8 +36,11 @@ def return_training(state: ElasticState) -> Step:
     parked = [id_ for id_ in training if table.rows[id_].lifecycle is Lifecycle.RELEASED]
     if not free or len(parked) < len(training):
         return state, ()
-    state = replace(state, table=table.move(parked, Lifecycle.RESUMING))
-    return state, (ResumeTraining(workers=rows(state, tuple(parked))),)
+    plan_id = state.next_plan
+    state = replace(
+        state, table=table.move(parked, Lifecycle.RESUMING), resuming=plan_id, next_plan=PlanId(plan_id + 1)
+    )
+    return state, (ResumeTraining(workers=rows(state, tuple(parked)), plan_id=plan_id),)
 
 
 def training_finished(state: ElasticState, event: events.TrainingFinished) -> Step:
@@ -70,11 +74,13 @@ def training_released(state: ElasticState, event: events.TrainingReleased) -> St
 
 
 def training_resumed(state: ElasticState, event: events.TrainingResumed) -> Step:
-    """Training holds its memory again, or tries once more."""
+    """Training holds its memory again, or tries once more. The answer to an earlier try says nothing of this one."""
+    if event.plan_id != state.resuming:
+        return state, ()
     resuming = state.table.where(Lifecycle.RESUMING, role=Role.TRAINING)
     # A failed resume is tried again: nothing else may use the GPUs, and the executor bounds each try.
     to = Lifecycle.ACTIVE if event.failed is None else Lifecycle.RELEASED
-    return replace(state, table=state.table.move(resuming, to)), ()
+    return replace(state, table=state.table.move(resuming, to), resuming=None), ()
 
 
 def publish(state: ElasticState, version: int) -> Step:

@@ -42,6 +42,7 @@ def resumed(state: ElasticState, event: events.RunResumed) -> Step:
         removals={},
         running=None,
         releasing=None,
+        resuming=None,
         training_wanted=False,
         training_running=False,
         lend_refused=False,

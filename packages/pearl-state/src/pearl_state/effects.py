@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pearl_state.decision import Decision
-from pearl_state.plan import PlanId, TransitionPlan
+from pearl_state.plan import NO_PLAN, PlanId, TransitionPlan
 from pearl_state.roles import Role
 from pearl_state.worker import GpuId, Worker, WorkerId
 
@@ -87,6 +87,7 @@ class ResumeTraining:
     """Have training take its device memory again. Answer: `TrainingResumed`."""
 
     workers: tuple[Worker, ...]
+    plan_id: PlanId = NO_PLAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pearl_state.configuration import Configuration
-from pearl_state.plan import PlanId
+from pearl_state.plan import NO_PLAN, PlanId
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Tenure
 from pearl_state.worker import GpuId, WorkerId
@@ -64,6 +64,8 @@ class TrainingReleased(_Event):
 class TrainingResumed(_Event):
     """Training workers hold their device memory again, or could not take it (`failed`: the cause)."""
 
+    plan_id: PlanId = NO_PLAN
+    """Of the `ResumeTraining` that it answers."""
     failed: str | None = None
 
 

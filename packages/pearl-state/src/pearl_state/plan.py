@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import Any, Final, NewType
 
 from pearl_state.configuration import Configuration
 from pearl_state.roles import Role
@@ -10,6 +10,9 @@ from pearl_state.worker import WorkerId
 
 PlanId = NewType("PlanId", int)
 """Grows with each plan of a run; an answer that carries the id of a cancelled plan is void."""
+
+NO_PLAN: Final = PlanId(0)
+"""The number of no plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
