@@ -68,7 +68,7 @@ class Canaries:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            result = await self.calls.pair(prefill, decode, request, lambda _: None)
+            result, _ = await self.calls.pair(prefill, decode, request, lambda _: None)
         except WorkerError as error:
             raise TransferError(f"canary from {prefill} to {decode}: {error}") from error
         if len(result.tokens) != 2:

@@ -212,7 +212,16 @@ class SglangFleet:
         await server.process.end(grace_s)
         if self._servers.get(server.id) is server:
             del self._servers[server.id]
-        self._meters.pop(server, None)
+        meter = self._meters.pop(server, None)
+        if meter is not None:
+            self._journal.write(
+                "ended",
+                server.id,
+                server.incarnation,
+                role=server.role.value,
+                cached_tokens=meter.cached_tokens,
+                generated_tokens=meter.generated_tokens,
+            )
 
     async def replace(self, server: SglangServer, role: Role) -> SglangServer:
         """End a server and launch another of the same incarnation in its place, for a change of mode.

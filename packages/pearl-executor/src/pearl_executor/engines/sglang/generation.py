@@ -36,6 +36,12 @@ class Call:
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its stream shall be closed from this side."""
     interrupted: bool = False
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with its first token, or with its end: under disaggregation its hand-over is over then."""
+
+    def has_part(self, server: SglangServer) -> bool:
+        """Whether `server` still works on it."""
+        return server is self.servers[-1] or (server in self.servers and not self.begun.is_set())
 
 
 class Calls:
@@ -59,12 +65,15 @@ class Calls:
 
     async def pair(
         self, prefill: SglangServer, decode: SglangServer, request: GenerateRequest, on_chunk: OnChunk
-    ) -> GenerateResult:
-        """The same body to both servers at once; the decode server's answer is the result."""
+    ) -> tuple[GenerateResult, int]:
+        """The same body to both servers at once; the decode server's answer is the result.
+
+        Also returns how many prompt tokens the decode server held already; the result tells the prefill server's.
+        """
         with self._entry(Call(request.rid, (prefill, decode), on_chunk)) as call:
             await self._wait_open(call)
             if call.interrupted:
-                return _result(call)
+                return _result(call), 0
             room = (prefill.options.host, prefill.ports.bootstrap, secrets.randbits(62))
             body = bodies.generate(request, room)
             first = asyncio.ensure_future(self._prefill(prefill, body))
@@ -79,12 +88,13 @@ class Calls:
                     first.cancel()
                     await asyncio.wait([first], timeout=1.0)
             transfer_s = max(0.0, call.answer.first_token_s - prefilled.total_s) if prefilled else 0.0
-            return _result(
+            result = _result(
                 call,
                 cached_tokens=prefilled.cached_tokens if prefilled else 0,
                 prefill_s=prefilled.prefill_s if prefilled else 0.0,
                 transfer_s=transfer_s,
             )
+            return result, call.answer.cached_tokens
 
     async def _prefilled(self, first: "asyncio.Task[Answer]") -> Answer | None:
         """The prefill server's own account; None where it does not come in time: the result does not hang on it."""
@@ -144,6 +154,7 @@ class Calls:
             async for event in events:
                 chunk = call.answer.add(event)
                 if chunk is not None:
+                    call.begun.set()
                     call.on_chunk(chunk)
 
     async def _raise(self, call: Call, error: BaseException) -> None:
@@ -194,23 +205,32 @@ class Calls:
     # ---- ending -----------------------------------------------------------------------------------------------------
 
     async def interrupt(self, server: SglangServer) -> int:
-        """End every call that this server has a part in. Returns how many there were."""
+        """End every call that this server has a part in. Returns how many there were.
+
+        A hand-over under way is given a moment to end first: aborted in its middle it keeps both servers busy until
+        their long time limits, since neither may touch the KV before the other let go of it.
+        """
         calls = self.of(server)
-        for call in calls:
-            self._mark(call)
-        peers = [(peer, call) for call in calls for peer in call.servers if peer is not server]
-        # Also what this side does not know of may still run there.
-        await asyncio.gather(
-            self._tell(server, bodies.abort_all(), calls), *(self._tell(p, bodies.abort(c.rid), [c]) for p, c in peers)
-        )
+        await asyncio.gather(*(self._end(call) for call in calls))
+        if not server.disaggregated:
+            # Also what this side does not know of may still run there.
+            await self._tell(server, bodies.abort_all(), calls)
         return len(calls)
+
+    async def _end(self, call: Call) -> None:
+        call.interrupted = True
+        if len(call.servers) == 2 and not call.begun.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.handover_s):
+                    await call.begun.wait()
+        self._mark(call)
+        await self._abort_everywhere(call)
 
     async def abort(self, rid: str) -> None:
         """End one call, if it is in flight."""
         call = self._calls.get(rid)
         if call is not None:
-            self._mark(call)
-            await self._abort_everywhere(call)
+            await self._end(call)
 
     async def _abort_everywhere(self, call: Call) -> None:
         """At the servers themselves, decode first: it also tells its prefill server."""
@@ -218,8 +238,7 @@ class Calls:
             await self._tell(server, bodies.abort(call.rid), [call])
 
     def _mark(self, call: Call) -> None:
-        """The call ends as interrupted; whatever its servers do, its stream is closed a moment later."""
-        call.interrupted = True
+        """Whatever its servers do, its stream is closed a moment later."""
         asyncio.get_running_loop().call_later(self._timeouts.grace_s, call.cut.set)
 
     async def _tell(self, server: SglangServer, body: bodies.Body, calls: list[Call]) -> None:
@@ -242,8 +261,8 @@ class Calls:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def of(self, server: SglangServer) -> list[Call]:
-        """Calls in flight that this server has a part in."""
-        return [call for call in self._calls.values() if server in call.servers]
+        """Calls in flight that this server has a part in; a prefill server's part ends with the hand-over."""
+        return [call for call in self._calls.values() if call.has_part(server)]
 
     @contextmanager
     def _entry(self, call: Call) -> Iterator[Call]:
@@ -254,6 +273,7 @@ class Calls:
             yield call
         finally:
             del self._calls[call.rid]
+            call.begun.set()
 
 
 def _may_begin(call: Call) -> bool:

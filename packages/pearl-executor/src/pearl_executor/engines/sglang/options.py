@@ -95,6 +95,8 @@ class SglangTimeouts:
     """Between two looks at a server's load."""
     silence_s: float = 30.0
     """Without an answer for so long a server counts as hung and is killed."""
+    handover_s: float = 2.0
+    """How long an interruption lets a hand-over go on."""
     grace_s: float = 1.0
     """Between an abort and the moment its stream is closed from this side."""
     versions_s: float = 20.0

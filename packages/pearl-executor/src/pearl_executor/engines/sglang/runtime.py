@@ -84,7 +84,7 @@ class SglangRuntime:
         self._fleet.on_lost = self._on_lost
         self._calls = Calls(client, self._timeouts)
         transport = await self._stack.enter_async_context(make_transport(self.options, self._timeouts, self._folder))
-        self._loader = WeightLoader(self.options, transport, self._journal)
+        self._loader = WeightLoader(self.options, transport, self._journal, self._calls.interrupt)
         self._canaries = Canaries(self._calls, self._journal)
         self._stack.push_async_callback(self._calls.aclose)
         self._stack.push_async_callback(self._fleet.aclose)
@@ -216,7 +216,7 @@ class SglangRuntime:
         """Run the whole call on a colocated server."""
         server = self._fleet.server(worker)
         result = await self._calls.colocated(server, request, on_chunk)
-        self._count(server, result)
+        self._count(server, result, result.cached_tokens)
         return result
 
     async def generate_pair(
@@ -225,16 +225,15 @@ class SglangRuntime:
         """Prefill on one server, decode on the other; SGLang moves the KV itself."""
         source, target = self._fleet.server(prefill), self._fleet.server(decode)
         await self._canaries.prove(source, target)
-        result = await self._calls.pair(source, target, request, on_chunk)
+        result, held = await self._calls.pair(source, target, request, on_chunk)
         self._fleet.meter(source).cached_tokens += result.cached_tokens
-        self._count(target, result)
+        self._count(target, result, held)
         return result
 
-    def _count(self, server: SglangServer, result: GenerateResult) -> None:
+    def _count(self, server: SglangServer, result: GenerateResult, cached_tokens: int) -> None:
         meter = self._fleet.meter(server)
         meter.generated_tokens += len(result.tokens)
-        if server.role is Role.COLOCATED:
-            meter.cached_tokens += result.cached_tokens
+        meter.cached_tokens += cached_tokens
 
     async def abort(self, worker: Worker, rid: str) -> None:
         """End one request; no effect where it has just ended."""

@@ -6,6 +6,7 @@ server that has other weights by then. The prefix cache never outlives its weigh
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -51,6 +52,8 @@ class WeightLoader:
     options: SglangOptions
     transport: Transport
     journal: Journal
+    interrupt: Callable[[SglangServer], Awaitable[int]]
+    """Ends the requests of a server, which return with their tokens."""
     _expected: dict[int, dict[str, str]] = field(default_factory=dict[int, dict[str, str]])
     """Version → what SGLang must report for each parameter; of the newest versions."""
     _engines: dict[int, str] = field(default_factory=dict[int, str])
@@ -66,7 +69,7 @@ class WeightLoader:
             parked = bool(server.released)
             await server.resume_memory(WEIGHTS)
             if not parked:
-                await server.pause("abort" if server.disaggregated else "retract")
+                await self._hold(server)
             await self._send(server, snapshot, parked=parked)
             digest = await self._verify(server, snapshot, expected)
             await server.resume_memory(*CACHES)
@@ -78,6 +81,13 @@ class WeightLoader:
             checksum=digest, verified_against="snapshot" if expected else "other servers",
         )  # fmt: skip
         return snapshot.version
+
+    async def _hold(self, server: SglangServer) -> None:
+        if server.disaggregated:
+            await self.interrupt(server)
+            await server.pause("abort")
+        else:
+            await server.pause("retract")
 
     async def _send(self, server: SglangServer, snapshot: WeightSnapshot, *, parked: bool) -> None:
         try:
