@@ -28,6 +28,12 @@ def _gymnasium(arguments: Mapping[str, Any]) -> EnvironmentSuite:
     return GymnasiumSuite.build(arguments)
 
 
+def _repair(arguments: Mapping[str, Any]) -> EnvironmentSuite:
+    from pearl_rl.rollout.environments.repair import RepairSuite
+
+    return RepairSuite.build(arguments)
+
+
 def _verifiers(arguments: Mapping[str, Any]) -> EnvironmentSuite:
     from pearl_rl.rollout.environments.verifiers_adapter import VerifiersSuite
 
@@ -38,6 +44,7 @@ SUITES: Final[dict[str, SuiteFactory]] = {
     "bisect": _bisect,
     "calculator": _calculator,
     "gymnasium": _gymnasium,
+    "repair": _repair,
     "verifiers": _verifiers,
 }
 """Name → factory. Each imports its module only when it is called."""
