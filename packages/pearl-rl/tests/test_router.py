@@ -22,7 +22,7 @@ from pearl_executor.ports import (
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError, ModelCall, TurnResult
 from pearl_rl.rollout.router import Router, RouterLimits
-from pearl_rl.rollout.serving import ServingLimits
+from pearl_rl.rollout.serving import Home, ServingLimits, ServingSet, Slot
 from pearl_rl.rollout.testing import (
     FakeGeneration,
     FakeRequest,
@@ -1349,3 +1349,27 @@ def test_borrowed_workers_are_noticed_over_an_interval() -> None:
         assert not router.take_borrowed()
 
     run_virtual(main())
+
+
+# --- many workers ----------------------------------------------------------------------------------------------------
+
+
+def test_beyond_64_workers_calls_spread_evenly_stay_at_home_and_find_the_only_one_left() -> None:
+    serving = ServingSet(ServingLimits())
+    slots = [
+        Slot(worker=Worker(id=WorkerId(i), gpus=frozenset({i}), role=C, zone=Zone.DEDICATED), share=1.0, version=0)
+        for i in range(200)
+    ]
+    serving.colocated, serving._members = slots, frozenset(slots)
+    for number in range(2000):
+        home = Home(f"t{number}")
+        route = serving.choose(home, 100, 0.0)
+        assert route is not None
+        route.decode.running += 1
+        home.move(route, 100)
+        assert serving.choose(home, 100, 0.0) == route
+    assert max(slot.running for slot in slots) <= 13
+    assert min(slot.running for slot in slots) >= 7
+    for slot in slots[:150] + slots[151:]:
+        slot.fenced = True
+    assert serving.choose(Home("last"), 100, 0.0).decode is slots[150]

@@ -49,6 +49,9 @@ from pearl_state.events import (
 from pearl_state.roles import Zone
 from pearl_state.trajectory import Trajectory
 
+_MOST_REPORTS = 256
+"""Of the progress of a batch to the planner."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -302,7 +305,9 @@ class PipelineScheduler:
     def _progress(self, batch: Batch) -> None:
         if batch.remaining > 0:
             batch.remaining -= 1
-            self._post(RolloutProgressed(now_s=self._now_s(), step=batch.step, remaining=batch.remaining))
+            # The planner reckons in fractions of a batch: of a large one it need not hear each trajectory.
+            if batch.remaining % max(1, self._settings.batch // _MOST_REPORTS) == 0:
+                self._post(RolloutProgressed(now_s=self._now_s(), step=batch.step, remaining=batch.remaining))
 
     def _configuration(self) -> str:
         try:

@@ -6,7 +6,7 @@ much it has to do, which trajectories' prefixes it holds, and whether it can be 
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -16,6 +16,10 @@ from pearl_state.table import WorkerTable
 from pearl_state.trajectory import TrajectoryId
 from pearl_state.worker import Worker, WorkerId
 
+_MANY: Final = 64
+_LOOKED_AT: Final = 24
+"""Beyond `_MANY` workers of a role only so many of them are compared for a call, in turn: the least loaded of 24 is
+hardly worse than that of all, and a choice costs the same however large the cluster is."""
 _KEEPS_CACHE: Final = frozenset({Lifecycle.ACTIVE, Lifecycle.DRAINING, Lifecycle.PENDING_WEIGHTS})
 """A process that passes through these only was parked at most: what its prefix cache holds is still there."""
 
@@ -164,6 +168,9 @@ class ServingSet:
         self.prefill: list[Slot] = []
         self.decode: list[Slot] = []
         self._borrowed = False
+        self._members: frozenset[Slot] = frozenset()
+        """Who is in one of the three lists."""
+        self._next = 0
 
     # ---- following the table ----------------------------------------------------------------------------------------
 
@@ -183,6 +190,7 @@ class ServingSet:
                 self._borrowed = self._borrowed or row.zone is Zone.OVERLAP
         self.colocated = serving[Role.COLOCATED]
         self.prefill, self.decode = serving[Role.PREFILL], serving[Role.DECODE]
+        self._members = frozenset((*self.colocated, *self.prefill, *self.decode))
         return closed
 
     def _follow(self, id_: WorkerId, row: Worker, closed: list[Slot]) -> Slot | None:
@@ -230,7 +238,7 @@ class ServingSet:
 
     def serves(self, slot: Slot) -> bool:
         """Whether this process is given requests now."""
-        return slot in self.colocated or slot in self.decode or slot in self.prefill
+        return slot in self._members
 
     def take_borrowed(self) -> bool:
         """Whether a worker on training GPUs served since the last call of this method."""
@@ -260,9 +268,38 @@ class ServingSet:
 
     def choose(self, home: Home, context_tokens: int, now_s: float, avoid: tuple[Slot, ...] = ()) -> Route | None:
         """The best worker or pair for a call with this home, None where nobody may serve it now."""
+        if max(len(self.colocated), len(self.prefill), len(self.decode)) > _MANY:
+            some = [self._some(slots, home) for slots in (self.colocated, self.prefill, self.decode)]
+            route = self._choose(some, home, context_tokens, now_s, avoid)
+            if route is not None:
+                return route
+        return self._choose((self.colocated, self.prefill, self.decode), home, context_tokens, now_s, avoid)
+
+    def _some(self, slots: Sequence[Slot], home: Home) -> Sequence[Slot]:
+        """The next few in turn, and the home."""
+        if len(slots) <= _MANY:
+            return slots
+        start = self._next % len(slots)
+        self._next += _LOOKED_AT
+        chosen = [*slots[start : start + _LOOKED_AT], *slots[: max(0, start + _LOOKED_AT - len(slots))]]
+        role = slots[0].worker.role
+        for slot in (home.prefill, home.decode):
+            if slot is not None and slot.worker.role is role and slot in self._members and slot not in chosen:
+                chosen.append(slot)
+        return chosen
+
+    def _choose(
+        self,
+        slots: Sequence[Sequence[Slot]],
+        home: Home,
+        context_tokens: int,
+        now_s: float,
+        avoid: tuple[Slot, ...],
+    ) -> Route | None:
+        """The choice among `slots`: colocated, prefill and decode workers."""
         version = home.version
-        colocated = self._best(self.colocated, home.decode, context_tokens, version, now_s, avoid)
-        pair = self._best_pair(home, context_tokens, now_s, avoid) if self.decode else None
+        colocated = self._best(slots[0], home.decode, context_tokens, version, now_s, avoid)
+        pair = self._best_pair(slots[1], slots[2], home, context_tokens, now_s, avoid) if slots[2] else None
         if colocated is None or pair is None:
             return pair if colocated is None else Route(None, colocated)
         # Both modes serve at once only in the middle of a transition.
@@ -310,17 +347,25 @@ class ServingSet:
         slack = max(self._limits.affinity_slack, self._limits.affinity_slack_ratio * best_key[1])
         return home if home.load <= best_key[1] + slack else best
 
-    def _best_pair(self, home: Home, context_tokens: int, now_s: float, avoid: tuple[Slot, ...]) -> Route | None:
+    def _best_pair(
+        self,
+        prefill: Sequence[Slot],
+        decode: Sequence[Slot],
+        home: Home,
+        context_tokens: int,
+        now_s: float,
+        avoid: tuple[Slot, ...],
+    ) -> Route | None:
         """A pair of which both serve; the decode worker's weights are at least as new as the prefill worker's,
         because the prefill worker draws the first token.
         """
-        decodable = [slot.version for slot in self.decode if self._usable(slot, home.version, now_s, avoid)]
+        decodable = [slot.version for slot in decode if self._usable(slot, home.version, now_s, avoid)]
         if not decodable:
             return None
         newest = max(decodable)
         chosen: Slot | None = None
         chosen_key = (math.inf, math.inf, 0)
-        for slot in self.prefill:
+        for slot in prefill:
             if slot.version > newest or not self._usable(slot, home.version, now_s, avoid):
                 continue
             # Waiting behind others' tokens and computing a cached prefix again cost the same: tokens.
@@ -330,5 +375,6 @@ class ServingSet:
                 chosen, chosen_key = slot, key
         if chosen is None:
             return None
-        decode = self._best(self.decode, home.decode, context_tokens, max(home.version, chosen.version), now_s, avoid)
-        return None if decode is None else Route(chosen, decode)
+        version = max(home.version, chosen.version)
+        decoding = self._best(decode, home.decode, context_tokens, version, now_s, avoid)
+        return None if decoding is None else Route(chosen, decoding)

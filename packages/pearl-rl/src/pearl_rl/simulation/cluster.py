@@ -366,6 +366,7 @@ def engine_limits(scenario: Scenario, parameters: Parameters, model: ModelSpec, 
         max_running=engine.max_running,
         reserve_tokens=engine.reserve_tokens,
         mixed=engine.mixed,
+        phase_switch_s=engine.phase_switch_s,
     )
 
 

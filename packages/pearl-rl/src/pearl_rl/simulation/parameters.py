@@ -25,6 +25,8 @@ class EngineParameters:
     max_running: int = 256
     reserve_tokens: int = 400
     mixed: bool = False
+    phase_switch_s: float = 0.0
+    """At each change between prefill and decode on a colocated worker (T_over of PEARL eq. (1)), seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

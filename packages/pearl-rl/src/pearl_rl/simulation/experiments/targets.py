@@ -62,6 +62,7 @@ class TargetRow:
             "paper": self.paper,
             "ours": self.ours,
             "unit": self.unit,
+            "at_least": self.at_least,
             "error": self.error,
             "ok": self.ok,
         }
