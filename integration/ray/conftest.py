@@ -53,5 +53,6 @@ def nodes():
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"
     with contextlib.closing(Nodes()) as cluster:
         yield cluster

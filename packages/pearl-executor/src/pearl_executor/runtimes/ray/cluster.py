@@ -62,6 +62,8 @@ class RayCluster:
         where = f"the Ray cluster at {self._address}" if self._address else "a Ray cluster of this machine"
         # Ray's own reports on usage go to its makers; a run tells nobody unless a person chose so.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Of a cluster that it starts here: engines are no background work, as Ray's workers are by default.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await asyncio.to_thread(ray.init, **self._options())
