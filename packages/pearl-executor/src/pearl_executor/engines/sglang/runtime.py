@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Self
@@ -30,7 +31,7 @@ from pearl_executor.ports import (
 )
 from pearl_state.roles import Role
 from pearl_state.samples import EngineSamples
-from pearl_state.worker import Worker, WorkerId
+from pearl_state.worker import GpuId, Worker, WorkerId
 
 _IDLE_POLL_S = 0.02
 _RETAINED_FRACTION = 0.05
@@ -110,6 +111,10 @@ class SglangRuntime:
     def server(self, worker: Worker) -> SglangServer:
         """The server behind a row. Raises `WorkerLostError`."""
         return self._fleet.server(worker)
+
+    async def hold(self, groups: Sequence[frozenset[GpuId]], role: Role) -> None:
+        """Start servers on these GPUs early and hold each before it takes device memory; a later `start` lets it go."""
+        await self._fleet.hold(groups, role)
 
     # ---- WorkerPort -------------------------------------------------------------------------------------------------
 
