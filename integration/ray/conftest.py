@@ -17,11 +17,21 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         self._cluster = Cluster()
-        self._cluster.add_node(num_cpus=2, num_gpus=4, labels=BASE, include_dashboard=False)
+        self._start(num_cpus=2, num_gpus=4, labels=BASE, include_dashboard=False)
         self.address = self._cluster.address
 
     def join(self, gpus):
-        return self._cluster.add_node(num_cpus=1, num_gpus=gpus, labels=ELASTIC)
+        return self._start(num_cpus=1, num_gpus=gpus, labels=ELASTIC)
+
+    def _start(self, **options):
+        """A node; where the machine is busy Ray gives up after 30 seconds, and the next try finds it less so."""
+        for tries_left in (2, 1, 0):
+            try:
+                return self._cluster.add_node(**options)
+            except Exception as error:
+                if "timed out during startup" not in str(error) or not tries_left:
+                    raise
+        return None
 
     def drain(self, node, within_s):
         """What `ray drain-node` does: say when the node will be gone. Ray itself does not take it away."""
@@ -53,6 +63,6 @@ def nodes():
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
     with contextlib.closing(Nodes()) as cluster:
         yield cluster

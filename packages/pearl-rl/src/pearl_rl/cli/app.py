@@ -190,11 +190,29 @@ def reproduce(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine can run and how to get what is missing."""
-    from pearl_rl.cli.doctor import examine
+def doctor(
+    as_json: AsJson = False,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Look at the Ray cluster for the job of this TOML file instead.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Its address; default: cluster.ray.address of the file.")] = None,
+    wait_s: Annotated[
+        float, typer.Option(min=0.0, help="Ask again for so many seconds while nodes are missing.")
+    ] = 0.0,
+    overrides: Overrides = None,
+) -> None:
+    """Say what this machine, or a Ray cluster, can run and how to get what is missing.
 
-    raise typer.Exit(int(examine(as_json=as_json)))
+    Example: pearl-rl doctor --cluster docs/cluster/qwen3-8b-swe.toml --address auto
+    """
+    if cluster is None:
+        from pearl_rl.cli.doctor import examine
+
+        raise typer.Exit(int(examine(as_json=as_json)))
+    from pearl_rl.cli.doctor_cluster import examine_cluster
+
+    code = examine_cluster(cluster, overrides or [], address=address, wait_s=wait_s, as_json=as_json)
+    raise typer.Exit(int(code))
 
 
 @app.command("import")

@@ -69,7 +69,8 @@ class RayCluster:
                 await asyncio.to_thread(ray.init, **self._options())
         except TimeoutError:
             raise ProcessError(f"{where} did not answer within {_CONNECT_TIMEOUT_S:g} s") from None
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except Exception as error:
+            # Ray has no one kind of error for a start that fails; some are plain `Exception`s.
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ProcessError(f"cannot use {where}: {first}") from error
         self._ours = True
