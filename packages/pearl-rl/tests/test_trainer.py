@@ -185,6 +185,48 @@ def test_a_checkpoint_continues_as_if_nothing_had_been_with_any_number_of_ranks(
         assert result.metrics.optimizer_steps == expected.metrics.optimizer_steps == 4
 
 
+def test_twenty_steps_of_two_ranks_equal_one_ranks_and_a_checkpoint_of_two_resumes_on_one(loop, trainer, tmp_path):
+    two, one = trainer("two", threads=1), trainer("one", ranks=1)
+    for either in (two, one):
+        loop.run(either.start())
+    saving = None
+    for step in range(20):
+        if step == 10:
+            saving = loop.run(two.begin_checkpoint(tmp_path / "tenth"))
+        results = [loop.run(either.update(batch(step, version=step))) for either in (two, one)]
+    assert [result.metrics.optimizer_steps for result in results] == [40, 40]
+    uninterrupted, alone = (weights(result.snapshot_path) for result in results)
+    assert difference(uninterrupted, alone) < 1e-5
+    assert saving is not None
+    loop.run(asyncio.wait_for(saving, 30))
+    # The weights that are trained on since do not reach the checkpoint, which was written beside it.
+    first = loop.run(one.load_checkpoint(tmp_path / "tenth"))
+    assert first > 20
+    for step in range(10, 20):
+        result = loop.run(one.update(batch(step, version=step)))
+    assert difference(weights(result.snapshot_path), uninterrupted) < 1e-5
+    assert result.metrics.optimizer_steps == 40
+
+
+def test_a_checkpoint_that_a_rank_cannot_write_is_none_and_names_the_rank(loop, trainer, tmp_path):
+    one = trainer(ranks=1)
+    loop.run(one.start())
+
+    async def disturbed():
+        saving = await one.begin_checkpoint(tmp_path / "checkpoint")
+        partial = tmp_path / ".partial-checkpoint-1"
+        (partial / "written").mkdir(parents=True, exist_ok=True)
+        (partial / "written" / "rank00000").write_text("OSError: [Errno 28] No space left on device")
+        with pytest.raises(TrainerError, match=r"rank 0 of 1 could not write its shards: OSError: .* No space left"):
+            await saving
+
+    loop.run(disturbed())
+    assert not (tmp_path / "checkpoint").exists()
+    assert not list(tmp_path.glob(".partial*"))
+    loop.run(one.save_checkpoint(tmp_path / "checkpoint"))
+    assert (tmp_path / "checkpoint" / "state.json").is_file()
+
+
 def test_versions_never_go_back_over_a_resume(loop, trainer, tmp_path):
     """radixark/miles#2835: a checkpoint of version 55 is served as 56, and the next update publishes 57."""
     one = trainer(ranks=1)

@@ -4,16 +4,20 @@ A checkpoint is a folder `step-00000010` that holds `trainer/` and, written last
 not count. Weight versions continue above all that the run ever published.
 """
 
+import asyncio
 import json
+import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pearl_rl.errors import CommandError
 from pearl_rl.rollout.ledger import Position
 from pearl_rl.training.process import LocalTrainer
+from pearl_rl.training.rank_group import TrainerError
 
+_log = logging.getLogger(__name__)
 _RUN: Final = "run.json"
 _TRAINER: Final = "trainer"
 
@@ -66,7 +70,10 @@ def _read(folder: Path) -> Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint every `every` steps (0: none before the last) and keeps the newest `keep`."""
+    """Writes a checkpoint every `every` steps (0: none before the last) and keeps the newest `keep`.
+
+    Only the copy of the state holds training up; the files are written while it goes on, one checkpoint at a time.
+    """
 
     def __init__(self, folder: Path, trainer: LocalTrainer, *, every: int, keep: int, last: int) -> None:
         self._folder = folder
@@ -74,18 +81,46 @@ class CheckpointWriter:
         self._every = every
         self._keep = keep
         self._last = last
+        self._writing: asyncio.Task[None] | None = None
 
     async def completed(self, step: int, position: Position) -> None:
-        """A step is complete and training holds its memory: write, if it is time."""
+        """A step is complete and training holds its memory: begin a checkpoint, if it is time; the last one to its end.
+
+        Raises the `TrainerError` of the checkpoint before, where that could not be written.
+        """
         if step != self._last and (not self._every or step % self._every):
             return
+        await self._settle()
         target = self._folder / f"step-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        await self._trainer.save_checkpoint(target / _TRAINER)
         record = {"step": step, "version": self._trainer.version, "position": asdict(position)}
-        partial = target / f"{_RUN}.partial"
-        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        partial.replace(target / _RUN)
+        saving = await self._trainer.begin_checkpoint(target / _TRAINER)
+        self._writing = asyncio.get_running_loop().create_task(self._complete(saving, target, record))
+        if step == self._last:
+            await self._settle()
+
+    async def aclose(self) -> None:
+        """Complete the checkpoint under way; one that fails leaves none, and a word in the log."""
+        try:
+            await self._settle()
+        except TrainerError as error:
+            _log.warning("the last checkpoint is missing: %s", error)
+
+    async def _settle(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def _complete(self, saving: "asyncio.Task[None]", target: Path, record: dict[str, Any]) -> None:
+        await saving
+        _finish(target, record)
         for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
+
+
+def _finish(target: Path, record: dict[str, Any]) -> None:
+    """Write what makes `target` count."""
+    partial = target / f"{_RUN}.partial"
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.replace(target / _RUN)

@@ -276,7 +276,7 @@ class _Run:
             prior=prior,
             weight=settings.planner.ema_weight,
         )
-        checkpoints = CheckpointWriter(
+        self._checkpoints = CheckpointWriter(
             self._folder.checkpoints,
             self._trainer,
             every=settings.train.checkpoint_every_steps,
@@ -295,7 +295,7 @@ class _Run:
             post=self._scheduler.post,
             tracker=self._refit,
             observer=self._observer,
-            checkpoint=lambda step: checkpoints.completed(step, self._pipeline.position),
+            checkpoint=lambda step: self._checkpoints.completed(step, self._pipeline.position),
             position=self._resumed.position if self._resumed else None,
             on_trajectory=self._on_trajectory,
             predicted_s=self._recorder.predicted_step_s,
@@ -325,6 +325,7 @@ class _Run:
             self._scheduler.stop()
             await asyncio.gather(pipeline, *tasks, return_exceptions=True)
             await self._router.aclose()
+            await self._checkpoints.aclose()
             await self._stalls.aclose()
 
     def _on_step(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:

@@ -1,11 +1,15 @@
 """Sharded training state on disk: safetensors, by torch's distributed checkpoint, and JSON. Nothing is unpickled.
 
-Every rank writes its own shards (`shard-…safetensors`) and its generator's state (`rng/rank00000.safetensors`);
-`state.json` comes last and makes the folder a checkpoint. Loading reshards to any number of ranks.
+Every rank writes its own shards (`shard-…safetensors`) and its generator's state (`rng/rank00000.safetensors`), in the
+background, and then says so (`written/rank00000`); `state.json` comes last and makes the folder a checkpoint. Loading
+reshards to any number of ranks.
 """
 
 import json
+import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 STATE_FILE = "state.json"
+_WRITTEN = "written"
 FORMAT = 1
 
 
@@ -59,18 +64,50 @@ class TrainerState:
 
 
 def save_shards(
-    folder: Path, tensors: "Mapping[str, Tensor]", rng: "Tensor", rank: int, group: "ProcessGroup | None" = None
-) -> None:
-    """Write this rank's shards and generator state. Collective: all ranks of `group` call it with the same names."""
+    folder: Path, tensors: "Mapping[str, Tensor]", rng: "Tensor", rank: int, group: "ProcessGroup"
+) -> "Future[None]":
+    """Copy this rank's shards to host memory and write them in the background. Collective, with the same names.
+
+    `group` is of all ranks that save, on the CPU, and used for nothing else meanwhile. Once the future is done, however
+    it ended, the folder tells it to `written`.
+    """
     from safetensors.torch import save_file
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    save(dict(tensors), storage_writer=writer, process_group=group)
-    (folder / "rng").mkdir(exist_ok=True)
+    for part in ("rng", _WRITTEN):
+        (folder / part).mkdir(parents=True, exist_ok=True)
     save_file({"cpu": rng}, folder / "rng" / f"rank{rank:05d}.safetensors")
+    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+    answer = async_save(dict(tensors), storage_writer=writer, process_group=group)
+    future: Future[None] = answer if isinstance(answer, Future) else answer.upload_completion
+
+    def tell(done: "Future[None]") -> None:
+        error = done.exception()
+        line = f"{type(error).__name__}: {error}".splitlines()[0] if error is not None else ""
+        partial = folder / _WRITTEN / f".rank{rank:05d}"
+        # Where the folder is gone, nobody waits for it any more.
+        with suppress(FileNotFoundError):
+            partial.write_text(line, encoding="utf-8")
+            partial.rename(folder / _WRITTEN / f"rank{rank:05d}")
+
+    future.add_done_callback(tell)
+    return future
+
+
+def written(folder: Path, ranks: int) -> bool:
+    """Whether all ranks have written their shards. Raises `CheckpointError` naming a rank that could not."""
+    marks = {rank: folder / _WRITTEN / f"rank{rank:05d}" for rank in range(ranks)}
+    there = {rank: mark.read_text(encoding="utf-8") for rank, mark in marks.items() if mark.is_file()}
+    for rank, failure in there.items():
+        if failure:
+            raise CheckpointError(f"rank {rank} of {ranks} could not write its shards: {failure}")
+    return len(there) == ranks
+
+
+def forget_marks(folder: Path) -> None:
+    """Remove what only mattered while the folder was written."""
+    shutil.rmtree(folder / _WRITTEN, ignore_errors=True)
 
 
 def load_shards(

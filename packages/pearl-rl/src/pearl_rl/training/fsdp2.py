@@ -5,6 +5,7 @@ All ranks call the same methods in the same order; each method is a collective. 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,10 @@ class FsdpTrainer:
         if options.loss.kl_coefficient > 0:
             self._reference = _sharded(model_path, options, mesh, self._device).requires_grad_(False)
         self._optimizer = _adamw(self._names.values(), options.optimizer)
+        # Checkpoints talk in the background: on a group of their own they cannot meet the update's collectives.
+        members = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+        self._saving_group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self._saving: Future[None] | None = None
         self._swap = ParkingSwap(self._reference_tensors, self._actor_tensors, self._settle, spill)
 
     @property
@@ -186,10 +191,21 @@ class FsdpTrainer:
         return PublishedWeights(weights_checksum(whole), file.stat().st_size)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint; it is complete once the control plane adds its state."""
+        """Begin this rank's part of a checkpoint: the state of now is copied, and written while training goes on.
+
+        The checkpoint is complete once the control plane adds its state.
+        """
         self._require_memory("save")
+        self._finish_saving()
         _reshard(self._model)
-        save_shards(folder, self._state(), torch.get_rng_state(), self._mesh.get_rank(), self._mesh.get_group())
+        rank = self._mesh.get_rank()
+        self._saving = save_shards(folder, self._state(), torch.get_rng_state(), rank, self._saving_group)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint under way; its folder tells whether it was written."""
+        if self._saving is not None:
+            self._saving.exception()
+            self._saving = None
 
     def load(self, folder: Path, optimizer_steps: int, parameters: int) -> None:
         """Take the state of a checkpoint, written by any number of ranks. Raises `CheckpointError`."""
@@ -219,6 +235,9 @@ class FsdpTrainer:
     def release(self) -> MemoryReport:
         """Give parameters, gradients and optimizer state away; measured bytes before and after."""
         self._require_memory("release")
+        if self._device.type == "cpu":
+            # A checkpoint's copy would count as memory of the device; elsewhere it is host memory that is soon free.
+            self._finish_saving()
         self._optimizer.zero_grad(set_to_none=True)
         for model in self._models():
             _reshard(model)

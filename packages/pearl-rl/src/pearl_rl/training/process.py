@@ -1,6 +1,7 @@
 """The trainer as the control plane sees it: FSDP2 ranks in child processes, with deadlines. No torch here."""
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pearl_executor.ports import MemoryReport, WeightSnapshot
 from pearl_executor.runtimes.local.frames import Frame
 from pearl_executor.runtimes.local.processes import ProcessServer
 from pearl_rl.training.batch import TrainBatch, plan_update
-from pearl_rl.training.checkpoint import TrainerState
+from pearl_rl.training.checkpoint import CheckpointError, TrainerState, forget_marks, written
 from pearl_rl.training.options import TrainerOptions
 from pearl_rl.training.rank_group import RankGroup, TrainerError, TrainerLostError, prepare_folder
 from pearl_rl.training.results import UpdateResult, combine_sums
@@ -21,6 +22,8 @@ PRELOAD: Final = ("pearl_rl.training.rank",)
 """What the fork server imports so that ranks are up in a moment."""
 
 _KEPT_SNAPSHOTS: Final = 2
+_LOOK_S: Final = 0.02
+"""Pause between looks at whether a checkpoint is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class LocalTrainer:
         self._version = 0
         self._newest: WeightSnapshot | None = None
         self._released = False
+        self._saving: asyncio.Task[None] | None = None
+        self._attempts = itertools.count(1)
 
     @property
     def version(self) -> int:
@@ -143,23 +148,54 @@ class LocalTrainer:
 
         A folder that is there already is replaced once the new one is complete.
         """
+        await (await self.begin_checkpoint(path))
+
+    async def begin_checkpoint(self, path: Path) -> "asyncio.Task[None]":
+        """`save_checkpoint` in two parts: returns once the state is copied, and training may go on.
+
+        The task ends when the folder is complete; it raises `TrainerError` where a rank could not write, is lost, or
+        takes longer than a checkpoint may. One checkpoint is written at a time.
+        """
         self._require_memory("save_checkpoint")
-        partial = _fresh(path.with_name(f".partial-{path.name}"))
+        await self._settle_checkpoint()
+        # A name of its own: where an earlier one failed, its ranks may still be writing.
+        partial = _fresh(path.with_name(f".partial-{path.name}-{next(self._attempts)}"))
         try:
             answers = await self._group.call_all("save", {"folder": _absolute(partial)}, self._limits.checkpoint_s)
-            head = answers[0].head
-            state = TrainerState(
-                version=self._version,
-                optimizer_steps=head["optimizer_steps"],
-                ranks=self._group.ranks,
-                parameters=head["parameters"],
-            )
-            state.write(partial)
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        head = answers[0].head
+        state = TrainerState(
+            version=self._version,
+            optimizer_steps=head["optimizer_steps"],
+            ranks=self._group.ranks - self.options.reference_rank,
+            parameters=head["parameters"],
+        )
+        self._saving = asyncio.get_running_loop().create_task(self._complete_checkpoint(partial, path, state))
+        return self._saving
+
+    async def _complete_checkpoint(self, partial: Path, path: Path, state: TrainerState) -> None:
+        """Wait until every rank has written its shards, and make the folder a checkpoint."""
+        limit_s = self._limits.checkpoint_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not written(partial, state.ranks):
+                    if self._group.lost is not None:
+                        raise TrainerLostError(f"the checkpoint {path.name} is not complete: {self._group.lost}")
+                    await asyncio.sleep(_LOOK_S)
+            _put_in_place(partial, path, state)
+        except TimeoutError:
+            raise TrainerError(f"the checkpoint {path.name} was not written within {limit_s:g} s") from None
+        except CheckpointError as error:
+            raise TrainerError(f"the checkpoint {path.name} is not complete: {error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    async def _settle_checkpoint(self) -> None:
+        """Wait for the checkpoint under way, however it ends; whoever began it is told."""
+        if self._saving is not None:
+            await asyncio.wait({self._saving})
 
     async def load_checkpoint(self, path: Path, published: int = -1) -> int:
         """Continue from a checkpoint of any number of ranks. Returns the version that its weights have from now on.
@@ -196,7 +232,11 @@ class LocalTrainer:
         return report
 
     async def stop(self) -> None:
-        """End all ranks in order, or for certain where one does not answer. No effect where none lives."""
+        """End all ranks in order, or for certain where one does not answer. No effect where none lives.
+
+        A checkpoint that is being written is completed first.
+        """
+        await self._settle_checkpoint()
         await self._group.stop()
 
     async def kill(self) -> None:
@@ -226,6 +266,14 @@ def _fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+def _put_in_place(partial: Path, path: Path, state: TrainerState) -> None:
+    """Complete a checkpoint and give it its name."""
+    forget_marks(partial)
+    state.write(partial)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
 
 
 def _absolute(path: Path) -> str:

@@ -49,6 +49,11 @@ class RankGroup:
         """Process ids, by rank; empty where none lives."""
         return tuple(child.pid for child in self._children)
 
+    @property
+    def lost(self) -> str | None:
+        """Why no rank lives; None where they do."""
+        return self._lost
+
     async def spawn(self, target: str, arguments: Mapping[str, Any]) -> None:
         """Start all ranks afresh; each gets `rank` and `ranks` too. Raises `TrainerError`, leaving none."""
         await self.kill()
