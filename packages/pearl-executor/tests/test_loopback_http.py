@@ -133,3 +133,26 @@ def test_answers_are_not_kept_and_not_sniffed():
     answer = serve(page, scenario)
     for line in ("Cache-Control: no-store", "X-Content-Type-Options: nosniff", "X-A: 1", "Content-Length: 3"):
         assert line in answer
+
+
+def test_closing_ends_open_streams():
+    async def messages():
+        yield "first"
+        await asyncio.sleep(60)
+
+    async def stream(request):
+        return EventStream(messages())
+
+    async def main():
+        server = LoopbackServer(stream)
+        url = await server.start()
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        await reader.readuntil(b"data: first\n\n")
+        async with asyncio.timeout(5):
+            await server.aclose()
+            assert await reader.read() == b""
+        writer.close()
+
+    asyncio.run(main())

@@ -287,7 +287,7 @@ def served(path, scenario, **options):
             try:
                 return await scenario(url)
             finally:
-                dashboard.close()
+                await dashboard.aclose()
 
     return asyncio.run(main())
 

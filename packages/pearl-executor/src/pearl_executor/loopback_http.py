@@ -115,6 +115,8 @@ class LoopbackServer:
         self._host = host
         self._port = port
         self._server: asyncio.Server | None = None
+        self._closing = asyncio.Event()
+        self._open: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
         """Begin to listen; returns the address. Raises `OSError` where the port is taken."""
@@ -124,11 +126,22 @@ class LoopbackServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def close(self) -> None:
-        """Listen no more. May be called twice."""
+        """Listen no more, and let streams end. May be called twice."""
+        self._closing.set()
         if self._server is not None:
             self._server.close()
 
+    async def aclose(self) -> None:
+        """Close, and wait until every connection has ended, which takes no longer than a request may."""
+        self.close()
+        if self._open:
+            await asyncio.wait(self._open, timeout=2 * _REQUEST_TIMEOUT_S)
+
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
         try:
             status, answer = HTTPStatus.OK, await self._answer(reader)
         except RefusedError as error:
@@ -145,7 +158,7 @@ class LoopbackServer:
             if isinstance(answer, Response):
                 await _send(writer, status, answer)
             else:
-                await _stream(reader, writer, answer)
+                await _stream(reader, writer, answer, self._closing)
         except (OSError, TimeoutError):
             # The client is gone; what it asked for was done or refused all the same.
             pass
@@ -192,25 +205,27 @@ async def _send(writer: asyncio.StreamWriter, status: HTTPStatus, answer: Respon
         await writer.drain()
 
 
-async def _stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: EventStream) -> None:
+async def _stream(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: EventStream, closing: asyncio.Event
+) -> None:
+    """Send messages until they end, the listener goes away, or the server closes."""
     writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{_SAFE_HEADERS}\r\n".encode())
     # Whoever listens sends nothing more: reading ends when it goes away.
-    gone = asyncio.ensure_future(reader.read())
-    messages = answer.messages
+    endings = {asyncio.ensure_future(reader.read()), asyncio.ensure_future(closing.wait())}
+    following: asyncio.Future[str | None] | None = None
     try:
-        while not gone.done():
-            following = asyncio.ensure_future(anext(messages, None))
-            await asyncio.wait({gone, following}, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-                return
-            text = following.result()
-            if text is None:
+        while True:
+            following = asyncio.ensure_future(anext(answer.messages, None))
+            await asyncio.wait({*endings, following}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done() or (text := following.result()) is None:
                 return
             writer.write(f"data: {text}\n\n".encode())
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 await writer.drain()
+            if any(ending.done() for ending in endings):
+                return
     finally:
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
+        left = [task for task in (*endings, following) if task is not None]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)

@@ -101,7 +101,7 @@ def dashboard(run: Path | None, *, host: str, port: int, control: bool) -> ExitC
         try:
             await ending.wait()
         finally:
-            server.close()
+            await server.aclose()
 
     asyncio.run(serve())
     return ExitCode.OK

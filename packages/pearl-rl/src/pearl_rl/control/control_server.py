@@ -63,7 +63,7 @@ class ControlServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._server.close()
+        await self._server.aclose()
         self._file.unlink(missing_ok=True)
 
     async def _handle(self, request: Request) -> Response:

@@ -28,7 +28,7 @@ from pearl_rl.report.run_record import check_run_folder
 
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "base-uri 'none'; form-action 'none'"
 )
 _EVERY_S = 0.5
 _AT_LEAST_EVERY_S = 5.0
@@ -52,9 +52,9 @@ class Dashboard:
         """Begin to listen; returns the address. Raises `OSError` where the port is taken."""
         return await self._server.start()
 
-    def close(self) -> None:
-        """Listen no more."""
-        self._server.close()
+    async def aclose(self) -> None:
+        """Listen no more, and end what is open."""
+        await self._server.aclose()
 
     async def _handle(self, request: Request) -> Response | EventStream:
         if self._guarded:
@@ -62,7 +62,11 @@ class Dashboard:
         match request.method, request.path:
             case "GET", "/":
                 text = page(self._run.resolve().name, control=self._token is not None)
-                return Response(body=text.encode(), content_type="text/html; charset=utf-8")
+                return Response(
+                    body=text.encode(),
+                    content_type="text/html; charset=utf-8",
+                    headers={"Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'", "X-Frame-Options": "DENY"},
+                )
             case "GET", "/state":
                 follower = Follower(self._run)
                 follower.refresh()
