@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from ctypes.util import find_library
 from pathlib import Path
 
 import nox
@@ -94,7 +95,9 @@ def examples(session: nox.Session) -> None:
 @nox.session
 def browser(session: nox.Session) -> None:
     """Report and dashboard in headless Chromium: Debian's, installed where we are root."""
-    if not any(shutil.which(name) for name in ("chromium", "chromium-browser")) and not os.environ.get("PEARL_CHROMIUM"):
+    if not any(shutil.which(name) for name in ("chromium", "chromium-browser")) and not os.environ.get(
+        "PEARL_CHROMIUM"
+    ):
         if os.geteuid() != 0 or not shutil.which("apt-get"):
             session.error("no chromium here; `sudo apt-get install chromium`, or set PEARL_CHROMIUM to a browser")
         quiet = ("-qq", "-o=Dpkg::Use-Pty=0")
@@ -126,6 +129,32 @@ def ray(session: nox.Session) -> None:
     """The default job on a Ray cluster of this machine while workers are killed and nodes drain and go."""
     sync(session, "--group", "ray")
     session.run("pytest", "integration/ray", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def sglang(session: nox.Session) -> None:
+    """Real SGLang on CPUs, in an environment of its own: its contract, the ports over it, and a job on it."""
+    sync(session)
+    env = {**ONE_THREAD, "PEARL_SGLANG_PYTHON": sglang_python(session)}
+    session.run("pytest", "integration/sglang", *session.posargs, env=env)
+
+
+def sglang_python(session: nox.Session) -> str:
+    """The Python of an environment with SGLang and without what needs CUDA; made once. See integration/sglang_cpu."""
+    # Mooncake links it.
+    if find_library("ibverbs") is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "libibverbs1"]):
+            session.run_install(*command, external=True, silent=True)
+    python = Path(session.cache_dir).absolute() / "sglang" / "bin" / "python"
+    if not python.exists():
+        session.run_install("uv", "venv", "--quiet", "--python=3.11", str(python.parent.parent), external=True)
+    session.run_install(
+        *("uv", "pip", "install", "--quiet", f"--python={python}"),
+        *("--override", "integration/sglang_cpu/overrides.txt"),
+        *("sglang==0.5.23", "mooncake-transfer-engine-non-cuda==0.3.13.post1", "dill", "soundfile==0.13.1"),
+        external=True,
+    )
+    return str(python)
 
 
 @nox.session

@@ -20,7 +20,7 @@ from support import PYTHON, cpu_options, fork_server, tiny_model
 STAND_IN = (sys.executable, "-m", "pearl_executor.testing.sglang")
 TIMEOUTS = SglangTimeouts(start_s=90.0, control_s=30.0, poll_s=0.3, silence_s=20.0, stop_s=5.0)
 KINDS = ["stand-in", "real"] if PYTHON else ["stand-in"]
-collect_ignore = [] if PYTHON else ["test_job.py"]
+collect_ignore = [] if PYTHON else ["test_job.py", "test_structs.py"]
 """What needs the real one; `nox -s sglang` runs it."""
 
 
