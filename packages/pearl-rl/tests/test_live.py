@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -344,3 +347,50 @@ def test_names_of_runs_stay_text(tmp_path):
     page = served(path, scenario)
     assert b"<b>run" not in page
     assert b"&lt;b&gt;run" in page
+
+
+# ---- as processes ---------------------------------------------------------------------------------------------------
+
+
+def test_the_shell_completes_commands():
+    environment = {**os.environ, "_PEARL_RL_COMPLETE": "complete_bash", "COMP_WORDS": "pearl-rl rep", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'pearl-rl'; from pearl_rl.cli import main; main()"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
+    assert {"report", "replay", "reproduce"} == set(done.stdout.split())
+
+
+def test_the_dashboard_prints_its_address_and_ends_in_order(operated):
+    words = [sys.executable, "-m", "pearl_rl", "dashboard", str(operated.path), "--control"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        url, _, token = process.stdout.readline().strip().partition("/#token=")
+        status, body = asyncio.run(request(url, "POST", "/commands", '{"pin": "2P2D"}', token=token))
+        process.terminate()
+        assert process.wait(20) == 0
+    assert (status, json.loads(body)) == (200, {"pinned": "2P2D"})
+
+
+def test_top_draws_until_the_run_is_over(operated, capsys):
+    (operated.path / "summary.json").write_text("{}")
+    code, out, _ = say(capsys, "top", operated.path, "--every", "0.1")
+    assert code == 0
+    assert "ended" in out
+
+
+def test_a_taken_port_is_one_line(operated, capsys):
+    async def main():
+        server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+        try:
+            port = server.sockets[0].getsockname()[1]
+            return await asyncio.to_thread(say, capsys, "dashboard", operated.path, "--port", port)
+        finally:
+            server.close()
+
+    code, _, error = asyncio.run(main())
+    assert code == 2
+    assert "cannot listen there" in error

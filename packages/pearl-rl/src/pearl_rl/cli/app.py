@@ -43,7 +43,7 @@ app = typer.Typer(
     cls=OneLineErrors,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(rich_markup_mode=None, help="Show and check settings.")
