@@ -1,5 +1,6 @@
 """Every command that the documents show is run, here or by the check that the table names."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("packages/*/README.md"))]
+DOCUMENTS += sorted(ROOT.glob("docs/*.md"))
 
 ELSEWHERE = {
     "pip install uv": "every checkout begins with it",
@@ -17,6 +19,9 @@ ELSEWHERE = {
     "uv run pearl-rl train": "nox -s job",
     "uv run pearl-rl train job.toml --set train.learning_rate=3e-4 --json": "test_local_job.py runs this form",
     "python -m pearl_planner serve --model qwen3-8b --gpu h800 --tp 2 --port 8400": "test_guest.py starts it",
+    "uv run pearl-rl train --set planner.policy=integration.examples.half_prefill:policy --set run.steps=2": (
+        "test_own_policy.py takes it, and test_local_job.py runs a job"
+    ),
     "uv run nox": "continuous integration",
     "uv sync --group lint": "nox does it",
     "uv run python integration/benchmarks/bench_effects.py": "nox -s effects",
@@ -60,3 +65,31 @@ def test_a_command_that_a_document_shows_runs(document, command, tmp_path) -> No
 def test_the_readme_is_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 600
+
+
+def test_the_policy_guide_shows_the_policy_that_is_run() -> None:
+    guide = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    shown, test = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    source = (ROOT / "integration" / "examples" / "half_prefill.py").read_text(encoding="utf-8")
+    assert source.split("\n", 2)[2] == shown
+    assert len(shown.splitlines()) <= 30
+    done = subprocess.run([sys.executable, "-c", test + "\ntest_every_worker_has_a_role()"], cwd=ROOT, timeout=120)
+    assert done.returncode == 0
+
+
+ROWS = re.findall(
+    r"^\| [^|]* \| [^|]* \| `([\w.]+)` \| `([\w./-]+)` \|$",
+    (ROOT / "docs" / "equations.md").read_text(encoding="utf-8"),
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("code", "test"), ROWS)
+def test_each_equation_s_code_and_test_exist(code, test) -> None:
+    module, _, name = code.rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+    assert (ROOT / test).is_file()
+
+
+def test_the_table_of_equations_was_read() -> None:
+    assert len(ROWS) >= 20
