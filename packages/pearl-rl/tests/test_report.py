@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pearl_rl.cli.app import app
 from pearl_rl.report.charts import CHARTS, staleness_histogram, step_shares
 from pearl_rl.report.diagnosis import Level, diagnose
-from pearl_rl.report.page import comparison_page, flat, run_page, script_json, tiles
+from pearl_rl.report.page import comparison_page, flat, lent_gpu_seconds, run_page, script_json, tiles
 from pearl_rl.report.run_record import percentiles, read_run
 from pearl_rl.report.standalone import standalone_plots
 from pearl_rl.report.svg import Plot, number, ticks, time_ticks
@@ -240,6 +240,16 @@ def test_plots_stand_alone(run):
 
 def test_the_histogram_counts_every_trajectory(run):
     assert sum(staleness_histogram(run).values()) == sum(step["trajectories"] for step in run.steps)
+
+
+def test_lent_time_is_that_of_borrowed_workers(run):
+    text = run_page(run)
+    lent = lent_gpu_seconds(run)
+    assert (lent > 0) is (run.summary["counts"]["borrows"] > 0)
+    assert ("Nothing was lent" in text) is (lent == 0)
+    with_, without = (sum(bool(step["borrowed"]) is lent for step in run.steps) for lent in (True, False))
+    assert (f"<td>with borrowed workers</td><td>{with_}</td>" in text) is (with_ > 0)
+    assert (f"<td>without</td><td>{without}</td>" in text) is (without > 0)
 
 
 def test_settings_are_listed_by_dotted_key():

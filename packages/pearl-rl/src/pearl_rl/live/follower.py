@@ -185,7 +185,8 @@ class Follower:
             "weight_version": row["weight_version"],
             "cordoned": row["cordoned"],
             "failures": row["failures"],
-            "reclaim_at_s": row["reclaim_at_s"],
+            # A deadline concerns only who still holds something.
+            "reclaim_at_s": None if row["lifecycle"] in ("vacant", "released", "retired") else row["reclaim_at_s"],
             "running": load.get("running", 0),
             "waiting": load.get("waiting", 0),
         }

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from statistics import fmean
 from typing import Any
 
 from pearl_rl.presentation.words import reason_words, seconds
@@ -67,6 +68,7 @@ def body(run: RunRecord) -> str:
             _diagnosis(run),
             '<div class="readout" aria-live="polite" hidden></div>',
             *(_chart(run, chart) for chart in CHARTS if not (run.simulated and chart.key == "reward")),
+            _borrowing(run),
             _histogram(run),
             _latency_table(run),
             _decisions(run),
@@ -151,6 +153,28 @@ def _chart(run: RunRecord, chart: Chart) -> str:
         f'<div class="draw"{focus}>{wide.svg("wide", cursor=chart.timed)}{narrow.svg("narrow", cursor=chart.timed)}'
         "</div></section>"
     )
+
+
+def _borrowing(run: RunRecord) -> str:
+    """What was measured with training GPUs lent and without; steps differ in other ways, too."""
+    rows = ""
+    for words, lent in (("with borrowed workers", True), ("without", False)):
+        steps = [step for step in run.steps if bool(step["borrowed"]) is lent]
+        if steps:
+            cells = (fmean([step[key] for step in steps]) for key in ("rollout_s", "wait_grant_s", "duration_s"))
+            rows += f"<tr><td>{words}</td><td>{len(steps)}</td>{''.join(f'<td>{seconds(c)}</td>' for c in cells)}</tr>"
+    if not rows:
+        return ""
+    head = "<tr><th>steps</th><th>number</th><th>makespan</th><th>wait for training's GPUs</th><th>whole step</th></tr>"
+    lent_gpu_s = lent_gpu_seconds(run)
+    words = f"Rollout had {number(lent_gpu_s)} GPU-seconds of training's GPUs." if lent_gpu_s else "Nothing was lent."
+    return f'<section data-table="borrowing"><h3>Borrowing, measured</h3><p>{words}</p>{_table(head, rows)}</section>'
+
+
+def lent_gpu_seconds(run: RunRecord) -> float:
+    """Training GPUs that served rollout, times for how long, seconds."""
+    ends = [level.at_s for level in run.levels[1:]] + [run.end_s]
+    return sum(level.borrowed_gpus * max(0.0, end - level.at_s) for level, end in zip(run.levels, ends, strict=False))
 
 
 def _histogram(run: RunRecord) -> str:
