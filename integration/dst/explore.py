@@ -8,13 +8,18 @@
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from dst.script import Script, draw, shrink
 from dst.world import Report, play
+
+CHUNK = 25
+"""Seeds that a process plays before it takes others."""
 
 
 def failure(script: Script) -> Exception | None:
@@ -50,17 +55,36 @@ def describe(script: Script, error: Exception) -> str:
 def explore(first: int, count: int, *, wall_s: float = float("inf"), most_failures: int = 1) -> tuple[int, list[str]]:
     """Play the scripts of `count` seeds from `first` on. Returns how many were played and what failed."""
     began = time.monotonic()
-    failures = []
+    failures: list[str] = []
     played = 0
-    for seed in range(first, first + count):
-        if time.monotonic() - began > wall_s:
-            break
-        script = draw(seed)
+    while played < count and len(failures) < most_failures and time.monotonic() - began < wall_s:
+        script = draw(first + played)
         played += 1
         error = failure(script)
         if error is not None:
             failures.append(describe(script, error))
-            if len(failures) >= most_failures:
+    return played, failures
+
+
+def explore_with(
+    jobs: int, first: int, count: int, *, wall_s: float = float("inf"), most_failures: int = 1
+) -> tuple[int, list[str]]:
+    """`explore`, in processes that take chunks of seeds in turn."""
+    began = time.monotonic()
+    failures: list[str] = []
+    played = 0
+    chunks = range(first, first + count, CHUNK)
+    with ProcessPoolExecutor(jobs, initializer=logging.disable, initargs=(logging.CRITICAL,)) as pool:
+        for at in range(0, len(chunks), jobs * 4):
+            under_way = [
+                pool.submit(explore, seed, min(CHUNK, first + count - seed), most_failures=most_failures)
+                for seed in chunks[at : at + jobs * 4]
+            ]
+            for done in under_way:
+                number, found = done.result()
+                played += number
+                failures += found
+            if len(failures) >= most_failures or time.monotonic() - began > wall_s:
                 break
     return played, failures
 
@@ -71,6 +95,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first; each further one has the next")
     parser.add_argument("--failures", type=int, default=1, help="stop after so many")
     parser.add_argument("--wall-s", type=float, default=float("inf"), help="stop after this time, seconds")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     parser.add_argument("--script", help="play this one")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -80,7 +105,9 @@ def main() -> int:
         print(f"{report.events} events, {report.ended_s:.1f} s of virtual time, {report.digest[:16]}")
         return 0
     began = time.monotonic()
-    played, failures = explore(options.seed, options.scripts, wall_s=options.wall_s, most_failures=options.failures)
+    played, failures = explore_with(
+        options.jobs, options.seed, options.scripts, wall_s=options.wall_s, most_failures=options.failures
+    )
     for text in failures:
         print(text)
     print(

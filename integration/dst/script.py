@@ -45,6 +45,8 @@ class Script:
     staleness: int
     max_restarts: int
     ops: tuple[Op, ...]
+    checkpoint_every: int = 1
+    snapshot_every: int = 10_000
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -67,6 +69,8 @@ def draw(seed: int) -> Script:
         staleness=rng.randint(0, 2),
         max_restarts=rng.choice((1, 3, 1000)),
         ops=tuple(_op(rng) for _ in range(rng.randint(1, 16))),
+        checkpoint_every=rng.choice((1, 1, 2)),
+        snapshot_every=rng.choice((10, 60, 10_000)),
     )
 
 

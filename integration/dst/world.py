@@ -21,8 +21,12 @@ from pearl_planner.policies import pearl
 from pearl_rl.control.liveness import StallProbe
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.encoding import encode_event, json_line
+from pearl_rl.journal.journal import Journal
+from pearl_rl.journal.run_journal import Recovered, RunJournal, recover
+from pearl_rl.journal.storage import MemoryStorage
 from pearl_rl.rollout.agent import AgentLimits, TextAgent
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, StepResult, Task, observe
+from pearl_rl.rollout.ledger import RolloutLedger, RolloutResumed
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import PipelineOutcome, PipelineSettings
 from pearl_rl.rollout.router import Router, RouterLimits
@@ -31,7 +35,15 @@ from pearl_rl.rollout.testing import FakeTrainer
 from pearl_rl.rollout.training_gate import TrainingGate
 from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect
-from pearl_state.events import ConfigurationPinned, Event, GpusOffered, GpusReclaimed, WorkerFailed, WorkersCordoned
+from pearl_state.events import (
+    ConfigurationPinned,
+    Event,
+    GpusOffered,
+    GpusReclaimed,
+    RunResumed,
+    WorkerFailed,
+    WorkersCordoned,
+)
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Role, Tenure
@@ -148,18 +160,59 @@ class Tracker:
         pass
 
 
+class Disk(MemoryStorage):
+    """What survives everything: the journal and the checkpoints. It stands still in the moment of a kill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoints: list[tuple[int, int, dict[str, int]]] = [(0, 0, {})]
+        """Completed step, weight version, and which sample was trained on in which version."""
+        self.writes_left: int | None = None
+        self.torn = False
+        self.dead = False
+        self.died = asyncio.Event()
+
+    def append(self, segment: int, data: bytes) -> None:
+        if self.dead:
+            return
+        if self.writes_left == 0:
+            if self.torn:
+                super().append(segment, data)
+            self.dead = True
+            self.died.set()
+            return
+        if self.writes_left is not None:
+            self.writes_left -= 1
+        super().append(segment, data)
+
+    def sync(self, segment: int) -> None:
+        if not self.dead:
+            super().sync(segment)
+
+    def checkpoint(self, step: int, version: int, trained: dict[str, int]) -> None:
+        if not self.dead:
+            self.checkpoints.append((step, version, dict(trained)))
+
+    def revive(self) -> None:
+        """The next control plane finds what was durable, and of a torn write a part."""
+        self.cut_power(kept_bytes=29)
+        self.dead, self.writes_left = False, None
+        self.died.clear()
+
+
 class Machine:
     """What is there whatever becomes of the control plane."""
 
-    def __init__(self) -> None:
-        self.script = FaultScript()
+    def __init__(self, script: FaultScript, disk: Disk) -> None:
+        self.script = script
+        self.disk = disk
         self.workers = FakeWorkers(script=self.script, decode_token_s=0.4)
         self.training = FakeTraining(frozenset({GpuId(0), GpuId(1)}), script=self.script, ledger=self.workers.ledger)
         self.weights = FakeWeights()
         self.games = Games()
         self.trainer_faults: deque[str] = deque()
-        self.version = 0
-        self.trained: dict[str, int] = {}
+        self.step, self.version, self.trained = disk.checkpoints[-1]
+        self.trained = dict(self.trained)
         self.held: dict[GpuId, Tenure] = {}
         """GPUs that the provider lets us use."""
 
@@ -172,6 +225,13 @@ class Machine:
         for id_ in dead:
             self.workers.crash(id_)
         return dead
+
+    def reborn(self) -> "Machine":
+        """The same machine after its control plane died, and all processes with it."""
+        machine = Machine(self.script, self.disk)
+        machine.held = self.held
+        machine.games.faults, machine.trainer_faults = self.games.faults, self.trainer_faults
+        return machine
 
     def heal(self) -> None:
         """No more faults from here on; what is broken or stands still stays so."""
@@ -242,6 +302,8 @@ class Report:
     digest: str = ""
     """Of all events in order: the same script gives the same one."""
     ended_s: float = 0.0
+    lives: int = 1
+    """Control planes that it took."""
     seen: set[str] = field(default_factory=set)
 
 
@@ -251,6 +313,7 @@ class Life:
     def __init__(self, machine: Machine, script: Script) -> None:
         self.machine = machine
         self.script = script
+        self.completed = machine.step
         self.events = 0
         self.seen: set[str] = set()
         self._digest = hashlib.sha256()
@@ -262,20 +325,13 @@ class Life:
         calls.table = lambda: self.scheduler.state.table
         self.executor = ElasticExecutor(machine.workers, machine.training, machine.weights, LIMITS)
         self.answers = Answers(self.executor)
-        state = initial_state(
-            settings=ElasticSettings(
-                policy=pearl(),
-                borrowing=Borrowing(script.borrowing),
-                gpus_per_worker=script.gpus_per_worker,
-                return_s=20.0,
-                max_restarts=script.max_restarts,
-            ),
-            workload=WORKLOAD,
-            platform=PLATFORM,
-            training_gpus=2,
-            weight_version=machine.version,
-        )
-        self.before = replace(state, calibrated=True)
+        self.recovered = self.recover()
+        self.before = self.recovered.state
+        rollout = self.recovered.rollout
+        self.journal = RunJournal(machine.disk, self.before, rollout, snapshot_every=script.snapshot_every)
+        self.resumed = not self.journal_is_new
+        if self.resumed:
+            self.journal.note(RolloutResumed(completed=machine.step, content=self.content, version=machine.version))
         self.scheduler = ElasticScheduler(
             self.before,
             executor=self.answers,
@@ -283,6 +339,7 @@ class Life:
             training=self.gate,
             returned=self.returned,
             on_step=self.check,
+            journal=self.journal,
         )
         self.pipeline = PipelineScheduler(
             PipelineSettings(
@@ -294,6 +351,7 @@ class Life:
                 batch_s=20_000.0,
                 update_s=500.0,
                 max_refills_per_group=200,
+                completed_steps=machine.step,
             ),
             router=self.router,
             agent=TextAgent(
@@ -307,7 +365,41 @@ class Life:
             gate=self.gate,
             post=self.scheduler.post,
             tracker=Tracker(),
+            checkpoint=self.checkpoint,
+            position=rollout.position,
+            note=self.journal.note,
+            commit=self.journal.commit,
+            restored=rollout if self.resumed else None,
         )
+
+    def recover(self) -> Recovered:
+        """What the journal says; the first state where there is none."""
+        script, machine = self.script, self.machine
+        settings = ElasticSettings(
+            policy=pearl(),
+            borrowing=Borrowing(script.borrowing),
+            gpus_per_worker=script.gpus_per_worker,
+            return_s=20.0,
+            max_restarts=script.max_restarts,
+        )
+        self.journal_is_new = Journal(machine.disk).empty
+        if self.journal_is_new:
+            state = initial_state(settings=settings, workload=WORKLOAD, platform=PLATFORM, training_gpus=2)
+            return Recovered(replace(state, calibrated=True), RolloutLedger())
+        recovered = recover(machine.disk, settings)
+        self.content = machine.version
+        machine.version = max(machine.version, recovered.state.table.target_version) + 1
+        machine.weights.publish(machine.version)
+        return recovered
+
+    async def checkpoint(self, step: int) -> None:
+        if step % self.script.checkpoint_every and step != self.script.steps:
+            return
+        await asyncio.sleep(0.5)
+        machine = self.machine
+        machine.disk.checkpoint(step, machine.version, machine.trained)
+        self.journal.checkpointed(step, machine.version)
+        await self.journal.commit()
 
     # ---- what the control plane tells ------------------------------------------------------------------------------
 
@@ -341,13 +433,17 @@ class Life:
         control = asyncio.create_task(self.scheduler.run(), name="control")
         happenings = asyncio.create_task(self.play(ops), name="script")
         pipeline = asyncio.create_task(self.pipeline.run(), name="pipeline")
+        killed = asyncio.create_task(self.killed(), name="killed")
         try:
             async with asyncio.timeout(MOST_S):
-                await asyncio.wait({control, pipeline}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({control, pipeline, killed}, return_when=asyncio.FIRST_COMPLETED)
+                if self.machine.disk.dead:
+                    raise ControllerKilledError
                 if control.done():
                     control.result()
                 return await pipeline
         finally:
+            killed.cancel()
             happenings.cancel()
             pipeline.cancel()
             self.executor.close()
@@ -355,12 +451,21 @@ class Life:
             ended = await asyncio.gather(control, happenings, pipeline, return_exceptions=True)
             await self.router.aclose()
             await self.stalls.aclose()
-            for error in ended[:2]:
-                if isinstance(error, Exception):
-                    raise error
+            if not self.machine.disk.dead:
+                for error in ended[:2]:
+                    if isinstance(error, Exception):
+                        raise error
+
+    async def killed(self) -> None:
+        await self.machine.disk.died.wait()
 
     async def play(self, ops: deque[Op]) -> None:
-        self.offer((2, 3), Tenure.RESERVED)
+        if self.resumed:
+            self.scheduler.post(RunResumed(now_s=now(), weight_version=self.machine.version))
+            for gpu, tenure in list(self.machine.held.items()):
+                self.offer((gpu,), tenure)
+        else:
+            self.offer((2, 3), Tenure.RESERVED)
         while ops:
             op = ops.popleft()
             await asyncio.sleep(op.wait_s)
@@ -430,8 +535,7 @@ class Life:
         self.machine.games.faults.extend([fault] * count)
 
     def op_trainer(self, fault) -> None:
-        if fault == "slow":
-            self.machine.trainer_faults.append(fault)
+        self.machine.trainer_faults.append(fault)
 
     def op_jump(self, by_s) -> None:
         loop: Any = asyncio.get_running_loop()
@@ -445,8 +549,8 @@ class Life:
         pinned = Configuration.parse(text) if text else None
         self.scheduler.post(ConfigurationPinned(now_s=now(), configuration=pinned))
 
-    def op_kill(self, _write, _torn) -> None:
-        pass
+    def op_kill(self, writes, torn) -> None:
+        self.machine.disk.writes_left, self.machine.disk.torn = writes, torn
 
     @property
     def digest(self) -> str:
@@ -457,25 +561,51 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+class ControllerKilledError(Exception):
+    """The control plane was killed in the middle of whatever it did."""
+
+
 async def _play(script: Script) -> Report:
-    machine = Machine()
-    life = Life(machine, script)
-    outcome = await life.run(deque(script.ops))
-    check_end(machine, life, script, outcome)
-    return Report(outcome=outcome, events=life.events, digest=life.digest, ended_s=now(), seen=life.seen)
+    disk, ops, report = Disk(), deque(script.ops), Report()
+    machine = Machine(FaultScript(), disk)
+    faults = hashlib.sha256()
+    while True:
+        life = Life(machine, script)
+        try:
+            report.outcome = await life.run(ops)
+        except ControllerKilledError:
+            report.lives += 1
+        except WorkerError as error:
+            require("a training rank died" in str(error), "named_end", f"the run ended with {error!r}")
+            report.lives += 1
+        report.events += life.events
+        report.seen |= life.seen
+        faults.update(life.digest.encode())
+        if report.outcome is not None:
+            check_end(machine, life, script, report.outcome)
+            report.digest, report.ended_s = faults.hexdigest(), now()
+            return report
+        disk.revive()
+        machine = machine.reborn()
 
 
 def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOutcome) -> None:
     """What must hold once the run is over."""
     wanted = script.steps * GROUPS * GROUP_SIZE
-    require(outcome.steps == script.steps, "all_steps", f"{outcome.steps} of {script.steps}")
+    done = life.completed + outcome.steps
+    require(done == script.steps, "all_steps", f"{done} of {script.steps}")
     require(outcome.counts.used == wanted, "all_steps", f"{outcome.counts.used} samples of {wanted}")
     require(len(machine.trained) == wanted, "trained_once", f"{len(machine.trained)} samples of {wanted}")
-    require(outcome.version == script.steps, "all_steps", f"version {outcome.version} after {script.steps}")
+    require(outcome.version >= script.steps, "all_steps", f"version {outcome.version} after {script.steps}")
     check_counts(outcome.counts)
     known = {(row.id, row.incarnation) for row in life.scheduler.state.table.rows.values()}
     stray = [p.owner for p in machine.workers.processes.values() if (p.worker, p.incarnation) not in known]
     require(not stray, "no_stray_process", f"{stray} belong to no row")
+    if script.seed % 4:
+        return
+    settings = life.before.settings
+    again = recover(machine.disk, settings, from_start=True)
+    require(again.state == replace(life.before, last_decision=again.state.last_decision), "replay", "another state")
 
 
 def play(script: Script) -> Report:

@@ -17,6 +17,8 @@ def resumed(state: ElasticState, event: events.RunResumed) -> Step:
     ones are free, since the provider says anew what it lends. Training holds its GPUs and has `weight_version`.
     """
     table = state.table
+    # A released process holds nothing of its GPUs, which may be another's: it does not pass through FAILED.
+    table = table.move(table.where(Lifecycle.RELEASED), Lifecycle.VACANT)
     living = [row for row in table.rows.values() if row.lifecycle not in _GONE]
     # All at once: prefill and decode workers end in the same instant.
     table = table.update([replace(row, lifecycle=Lifecycle.FAILED) for row in living])

@@ -25,6 +25,7 @@ T = TypeVar("T")
 EVENT_TYPES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(_events.Event)}
 """Every event by its name."""
 
+_PLAIN = frozenset({type(None), bool, int, str})
 _NOT_FINITE: Mapping[float, str] = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -33,9 +34,11 @@ def encode(value: Any) -> Any:
 
     JSON has no NaN and no infinities: these become the texts `NaN`, `Infinity`, `-Infinity`.
     """
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Enum):
         return value.value
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
@@ -95,10 +98,15 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+@cache
+def _shape(kind: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    kind = getattr(kind, "__supertype__", kind)
+    return kind, get_origin(kind), get_args(kind)
+
+
 def _decode(kind: Any, data: Any) -> Any:
     """`data` as a value of type `kind`."""
-    kind = getattr(kind, "__supertype__", kind)
-    origin, args = get_origin(kind), get_args(kind)
+    kind, origin, args = _shape(kind)
     if origin in (Union, types.UnionType):
         if data is None or type(data) in args:
             return data

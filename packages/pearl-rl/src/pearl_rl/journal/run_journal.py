@@ -59,7 +59,7 @@ class RunJournal:
 
     def checkpointed(self, completed: int, version: int) -> None:
         """A checkpoint holds step `completed`."""
-        self._rollout.forget(completed)
+        self._rollout.checkpointed(completed, version)
         self._journal.append("checkpoint", {"step": completed, "version": version})
 
     # ---- control events ---------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def apply(recovered: Recovered, record: Record) -> tuple[Event, tuple[Any, ...]]
             case "rollout":
                 recovered.rollout.apply(decode_record(record["v"]))
             case "checkpoint":
-                recovered.rollout.forget(int(record["v"]["step"]))
+                recovered.rollout.checkpointed(int(record["v"]["step"]), int(record["v"]["version"]))
             case kind:
                 raise JournalError(f"record {record.get('n')}: unknown kind {kind!r}")
     except (ValueError, KeyError, TypeError, AttributeError, StateError) as error:

@@ -93,7 +93,10 @@ class BatchTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResumed:
-    """A control plane went on after step `completed`, whose weights (`content`) are called `version` from now on."""
+    """A control plane went on after step `completed`, whose weights are called `version` from now on.
+
+    `content` is what its checkpoint calls them.
+    """
 
     completed: int
     content: int
@@ -203,6 +206,8 @@ class RolloutLedger:
     taken: dict[int, dict[GroupId, OpenGroup]] = field(default_factory=dict[int, dict[GroupId, OpenGroup]])
     """Step → what its update was given."""
     counts: BufferCounts = field(default_factory=BufferCounts)
+    names: dict[int, int] = field(default_factory=dict[int, int])
+    """Step → what the weights that its checkpoint holds are called now."""
 
     def apply(self, record: RolloutRecord) -> None:
         """Take one record in. Raises `KeyError` or `ValueError` where it does not follow from those before it."""
@@ -263,8 +268,12 @@ class RolloutLedger:
                 return sample
         raise KeyError(trajectory)
 
-    def forget(self, completed: int) -> None:
+    def checkpointed(self, completed: int, version: int) -> None:
         """A checkpoint holds step `completed`: what it and the steps before it were given is done with."""
+        self.names[completed] = version
+        self._forget(completed)
+
+    def _forget(self, completed: int) -> None:
         for step in [step for step in self.taken if step <= completed]:
             del self.taken[step]
 
@@ -273,7 +282,9 @@ class RolloutLedger:
 
         Samples of lost weights are as new as any: their age is 0, never negative.
         """
-        self.forget(record.completed)
+        content = self.names.get(record.completed, record.content)
+        self.names = {record.completed: record.version}
+        self._forget(record.completed)
         again = {id_: group for step in sorted(self.taken) for id_, group in self.taken[step].items()}
         samples = sum(len(group.complete) for group in again.values())
         self.counts.used -= samples
@@ -282,7 +293,7 @@ class RolloutLedger:
         self.groups = {**again, **self.groups}
 
         def renamed(version: int) -> int:
-            return record.version - max(0, record.content - version)
+            return record.version - max(0, content - version)
 
         for group in self.groups.values():
             for sample in group.outstanding.values():
