@@ -146,7 +146,9 @@ def decode_record(data: dict[str, Any]) -> RolloutRecord:
 
 
 def prompt_digest(prompt: Sequence[int]) -> str:
-    """A short digest of a context: equal contexts, equal digests."""
+    """A short digest of a context: equal contexts, equal digests. A simulated context is a range and names itself."""
+    if isinstance(prompt, range):
+        return f"{prompt.start}-{prompt.stop}"
     text = ",".join(map(str, prompt)).encode()
     return hashlib.blake2b(text, digest_size=12).hexdigest()
 
