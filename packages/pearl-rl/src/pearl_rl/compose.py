@@ -18,6 +18,7 @@ from pearl_executor.weights import WeightStore
 from pearl_planner.elastic import ElasticState, initial_state
 from pearl_rl import parts
 from pearl_rl.checkpoints import CheckpointWriter, find
+from pearl_rl.control.forecasting import forecasting_for
 from pearl_rl.control.liveness import StallProbe
 from pearl_rl.control.open_to_people import open_to_people
 from pearl_rl.control.recorder import Recorder
@@ -25,12 +26,16 @@ from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.engines import RolloutRuntime, rollout_runtime
 from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.journal.frames import JournalError
+from pearl_rl.journal.run_journal import RunJournal, recover
+from pearl_rl.journal.storage import FolderStorage
 from pearl_rl.observer import Observer, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import TextAgent
 from pearl_rl.rollout.batch_rollout import UnplayableTasksError
 from pearl_rl.rollout.buffer import RefillsExhaustedError
 from pearl_rl.rollout.environments.protocol import EnvironmentSuite
 from pearl_rl.rollout.environments.suites import make_suite
+from pearl_rl.rollout.ledger import RolloutLedger, RolloutResumed
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import RolloutTimeoutError, UpdateTimeoutError
 from pearl_rl.rollout.recorded_generation import RecordedGeneration
@@ -48,7 +53,7 @@ from pearl_rl.training.process import PRELOAD, LocalTrainer
 from pearl_rl.training.tiny_model import TinyShape, WarmUp, encode_demonstrations
 from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect
-from pearl_state.events import Event, GroupFailed, WorkerFailed
+from pearl_state.events import Event, GroupFailed, RunResumed, WorkerFailed
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.trajectory import Trajectory
 from pearl_state.worker import Worker, WorkerId
@@ -56,12 +61,14 @@ from pearl_state.worker import Worker, WorkerId
 _FIRST_STEPS = 10
 
 
-async def train(settings: Settings, folder: RunFolder, observer: Observer) -> TrainSummary:
-    """Run the job that `settings` describe to its end.
+async def train(
+    settings: Settings, folder: RunFolder, observer: Observer, *, resume: bool = False
+) -> TrainSummary:
+    """Run the job that `settings` describe to its end; with `resume` go on with what `folder` holds of it.
 
     Cancelled, it stops in order and returns what it has. Nothing of it is left running, however it ends.
     """
-    run = _Run(settings, folder, observer)
+    run = _Run(settings, folder, observer, resume=resume)
     try:
         async with AsyncExitStack() as stack:
             stack.callback(run.close)
@@ -78,6 +85,7 @@ class NoWorkersError(RuntimeError):
 
 _EXPECTED = (
     NoWorkersError,
+    JournalError,
     GrantTimeoutError,
     RefillsExhaustedError,
     RolloutTimeoutError,
@@ -136,8 +144,10 @@ class _Figures(SilentObserver):
 class _Run:
     """One run's parts."""
 
-    def __init__(self, settings: Settings, folder: RunFolder, observer: Observer) -> None:
+    def __init__(self, settings: Settings, folder: RunFolder, observer: Observer, *, resume: bool = False) -> None:
         self._settings = settings
+        self._storage = FolderStorage(folder.path / "journal")
+        self._recovered = recover(self._storage, parts.elastic_settings(settings)) if resume else None
         self._folder = folder
         self._figures = _Figures(folder)
         now_s = asyncio.get_running_loop().time()
@@ -156,6 +166,8 @@ class _Run:
         suite = make_suite(settings.environment.name, settings.environment.args)
         source = settings.run.resume_from
         self._resumed = find(Path(source)) if source else None
+        if self._recovered is not None:
+            self._resumed = find(folder.path)
         model_dir = folder.path / "model" if settings.model.path == "tiny" else Path(settings.model.path)
         recipe = torch_recipe(
             model_dir,
@@ -184,10 +196,10 @@ class _Run:
         )
         stack.push_async_callback(self._trainer.stop)
         await self._trainer.start()
-        if self._resumed is not None:
-            await self._trainer.load_checkpoint(self._resumed.trainer, self._resumed.version)
-            self._observer.on_message(f"goes on after step {self._resumed.step} of {self._resumed.folder}")
         self._weights = WeightStore(folder.weights)
+        if self._resumed is not None:
+            await self._trainer.load_checkpoint(self._resumed.trainer, self._published(self._resumed.version))
+            self._observer.on_message(f"goes on after step {self._resumed.step} of {self._resumed.folder}")
         await self._publish(self._trainer.newest)
         runtime = await stack.enter_async_context(
             rollout_runtime(settings, recipe, processes, model_dir, folder.path / "workers", self._on_lost)
@@ -205,7 +217,8 @@ class _Run:
         if settings.model.path != "tiny":
             return TextTokenizer(model_dir)
         if self._resumed is not None:
-            shutil.copytree(self._resumed.model, model_dir)
+            if self._resumed.model != model_dir:
+                shutil.copytree(self._resumed.model, model_dir)
             return TextTokenizer(model_dir)
         tokenizer = build_word_tokenizer(suite.vocabulary(), model_dir)
         tiny = settings.model.tiny
@@ -246,17 +259,25 @@ class _Run:
         generation = RecordedGeneration(runtime, self._folder.record_request)
         self._stalls = StallProbe(runtime, self._post, probe_s=settings.limits.executor.probe_s)
         limits = parts.router_limits(settings)
-        self._router = Router(generation, limits, on_fault=self._on_fault, on_stall=self._stalls.suspect)
+        elastic = parts.elastic_settings(settings)
+        self._forecasts = forecasting_for(elastic.policy, settings.planner.horizon_s)
+        trace = None if self._forecasts is None else self._forecasts.trace
+        self._router = Router(
+            generation, limits, on_fault=self._on_fault, on_stall=self._stalls.suspect, lifecycle=trace
+        )
         gate = TrainingGate()
         prior = parts.prior_platform(settings, config)
         state = initial_state(
-            settings=parts.elastic_settings(settings),
+            settings=elastic,
             workload=parts.prior_workload(settings),
             platform=prior,
             training_gpus=settings.cluster.training_gpus,
             weight_version=self._trainer.version,
             toggle_costs=parts.toggle_costs(settings),
         )
+        rollout = self._open_journal(state)
+        if self._recovered is not None:
+            state = self._recovered.state
         self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time, self._router.loads)
         executor = self._executor = ElasticExecutor(
             runtime, self._trainer, self._weights, parts.limits(settings), on_action=self._on_action
@@ -268,6 +289,7 @@ class _Run:
             training=gate,
             returned=lambda gpus: self._source.returned(gpus),
             on_step=self._on_step,
+            journal=self._journal,
         )
         self._refit = Refit(
             workers=runtime,
@@ -282,12 +304,15 @@ class _Run:
             every=settings.train.checkpoint_every_steps,
             keep=settings.train.keep_checkpoints,
             last=settings.run.steps,
+            on_complete=self._journal.checkpointed,
         )
         self._completed = self._resumed.step if self._resumed else 0
         self._pipeline = PipelineScheduler(
             replace(parts.pipeline_settings(settings), completed_steps=self._completed),
             router=self._router,
-            agent=TextAgent(suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings)),
+            agent=TextAgent(
+                suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings), trace
+            ),
             tasks=suite.tasks(settings.run.seed),
             trainer=_Trainer(self._trainer, settings),
             publish=self._publish,
@@ -296,22 +321,49 @@ class _Run:
             tracker=self._refit,
             observer=self._observer,
             checkpoint=lambda step: self._checkpoints.completed(step, self._pipeline.position),
-            position=self._resumed.position if self._resumed else None,
+            position=rollout.position,
+            note=self._journal.note,
+            commit=self._journal.commit,
+            restored=None if self._recovered is None else rollout,
             on_trajectory=self._on_trajectory,
             predicted_s=self._recorder.predicted_step_s,
+            lifecycle=trace,
         )
+
+    def _published(self, version: int) -> int:
+        """The highest version that workers of this run may ever have had, at least `version`."""
+        recovered = 0 if self._recovered is None else self._recovered.state.table.target_version
+        return max(version, recovered, self._weights.newest_version or 0)
+
+    def _open_journal(self, state: ElasticState) -> RolloutLedger:
+        """Begin the journal with `state`, or go on with it. Returns what the rollout goes on with."""
+        resumed, recovered = self._resumed, self._recovered
+        rollout = RolloutLedger() if recovered is None else recovered.rollout
+        if recovered is None and resumed is not None:
+            rollout.position = replace(resumed.position)
+        self._journal = RunJournal(self._storage, state if recovered is None else recovered.state, rollout)
+        if recovered is not None and resumed is not None:
+            completed, content, version = resumed.step, resumed.version, self._trainer.version
+            self._journal.note(RolloutResumed(completed=completed, content=content, version=version))
+        return rollout
 
     async def run(self) -> None:
         """Run until the pipeline made its steps. A cancellation stops everything in order."""
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._recovered is None:
+            await self._checkpoints.first(self._pipeline.position)
+        else:
+            now_s = asyncio.get_running_loop().time()
+            self._scheduler.post(RunResumed(now_s=now_s, weight_version=self._trainer.version))
         tasks = [
             asyncio.create_task(self._scheduler.run(), name="elastic scheduler"),
             asyncio.create_task(self._follow_availability(), name="availability"),
             asyncio.create_task(self._refit.run(), name="refit"),
         ]
+        forecasts = [] if self._forecasts is None else [self._forecasts.start(self._scheduler)]
         pipeline = asyncio.create_task(self._pipeline.run(), name="pipeline")
         try:
-            waiting: set[asyncio.Future[Any]] = {pipeline, *tasks[::2], self._hopeless}
+            waiting: set[asyncio.Future[Any]] = {pipeline, *tasks[::2], *forecasts, self._hopeless}
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -319,14 +371,15 @@ class _Run:
         except asyncio.CancelledError:
             self._observer.on_message("stopping in order")
         finally:
-            for task in (pipeline, tasks[1], tasks[2]):
+            for task in (pipeline, tasks[1], tasks[2], *forecasts):
                 task.cancel()
             self._executor.close()
             self._scheduler.stop()
-            await asyncio.gather(pipeline, *tasks, return_exceptions=True)
+            await asyncio.gather(pipeline, *tasks, *forecasts, return_exceptions=True)
             await self._router.aclose()
             await self._checkpoints.aclose()
             await self._stalls.aclose()
+            self._storage.close()
 
     def _on_step(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:
         self._recorder.on_step(event, state, effects)

@@ -16,6 +16,7 @@ from pearl_executor.runtimes.local.fleet import Timeouts
 from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing, ElasticSettings
 from pearl_planner.gate import ToggleCosts
+from pearl_planner.in_step import pearl_prorsa, prorsa
 from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, pinned, static_pd
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.own_policy import own_policy
@@ -116,7 +117,15 @@ def policy(settings: Settings) -> Policy:
         new_worker_s=planner.new_worker_s,
         weight=planner.ema_weight,
     )
+    if planner.policy == "prorsa":
+        return prorsa(costs, persistence_s=_WINDOWS * planner.horizon_s)
+    if planner.policy == "pearl+prorsa":
+        return pearl_prorsa(decide, costs, persistence_s=_WINDOWS * planner.horizon_s)
     return pearl(decide, costs)
+
+
+_WINDOWS = 3
+"""Windows for which a forecast demand is taken to last at least."""
 
 
 def elastic_settings(settings: Settings) -> ElasticSettings:

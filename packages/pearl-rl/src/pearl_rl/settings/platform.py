@@ -116,13 +116,17 @@ class DeviceSettings(Section):
     training_update_s: float = Field(ge=0, description="least time of one training update, seconds")
 
 
+_POLICIES = ("pearl", "colocated_elastic", "static_pd", "pinned", "fixed", "prorsa", "pearl+prorsa")
+
+
 class PlannerSettings(Section):
     """`[planner]`: how configurations are chosen."""
 
-    policy: Annotated[str, named_policy("pearl", "colocated_elastic", "static_pd", "pinned", "fixed")] = Field(
+    policy: Annotated[str, named_policy(*_POLICIES)] = Field(
         description=(
             "who chooses: the model (pearl), colocation only with preemptible GPUs, one ratio with preemptible GPUs, "
-            "a person's ratio with borrowing too (pinned), reserved GPUs only, or one of your own, module:attribute"
+            "a person's ratio with borrowing too (pinned), reserved GPUs only, forecasts that switch roles inside a "
+            "step (prorsa, and pearl+prorsa with the model's mode and borrowing), or one of your own, module:attribute"
         )
     )
     configuration: str = Field(
@@ -135,6 +139,7 @@ class PlannerSettings(Section):
     mode_threshold: float = Field(ge=0, lt=1, description="relative gain that a change of the mode needs")
     prefill_load_limit: float = Field(gt=0, description="largest quotient of prefill path over decode path")
     kv_headroom: float = Field(gt=0, description="factor on a trajectory's KV in the capacity constraint")
+    horizon_s: float = Field(gt=0, description="how far a forecast of prorsa looks ahead, and how often it is made")
     flip_s: float = Field(ge=0, description="prior: prefill to decode or back in place, seconds")
     relaunch_s: float = Field(ge=0, description="prior: change between colocation and disaggregation, seconds")
     new_worker_s: float = Field(ge=0, description="prior: admission of new workers, seconds")

@@ -167,7 +167,7 @@ def _availability(settings: Settings) -> Iterator[Contradiction]:
 def _policy(settings: Settings) -> Iterator[Contradiction]:
     policy, text = settings.planner.policy, settings.planner.configuration
     keys = ("planner.configuration", "planner.policy")
-    if policy in ("pearl", "colocated_elastic") or ":" in policy:
+    if policy in ("pearl", "colocated_elastic", "prorsa", "pearl+prorsa") or ":" in policy:
         if text:
             yield Contradiction(
                 keys,

@@ -18,6 +18,7 @@ from pearl_planner.elastic import ElasticSettings, ElasticState, initial_state
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.roofline import check_tensor_parallel
 from pearl_planner.switching import SwitchCosts
+from pearl_rl.control.forecasting import forecasting_for, windows_of
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import ExitCode, SettingsError
@@ -31,6 +32,8 @@ from pearl_rl.rollout.training_gate import TrainingGate
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.simulation.agent import SimulatedAgent
 from pearl_rl.simulation.batch_run import WorkerModel
+from pearl_rl.simulation.data_parallel import DataParallelCosts
+from pearl_rl.simulation.engine import IterationCosts
 from pearl_rl.simulation.kernels import WorkerCosts
 from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
@@ -38,7 +41,6 @@ from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, Simulati
 from pearl_rl.simulation.parameters import Parameters, load_parameters
 from pearl_rl.simulation.policies import injection, policy_setup
 from pearl_rl.simulation.prior import platform_prior, workload_prior
-from pearl_rl.simulation.prorsa import forecasting_for, windows_of
 from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
 from pearl_rl.simulation.runtime import Conversation, SimulatedRuntime
@@ -98,7 +100,10 @@ class SimulatedCluster:
             check_tensor_parallel(self.model, scenario.tp)
         except CatalogError as error:
             raise SettingsError(str(error)) from None
-        self.costs = WorkerCosts(self.model, self.gpu, scenario.tp, self.parameters.overheads)
+        self.costs: IterationCosts = DataParallelCosts(
+            WorkerCosts(self.model, self.gpu, scenario.tp, self.parameters.overheads),
+            self.parameters.engine.attention_ranks,
+        )
         self.kv_bytes = kv_bytes_per_token(self.model, scenario.tp)
         self.limits = engine_limits(scenario, self.parameters, self.model, self.gpu)
         self.workload: Workload = make_workload(scenario, self.parameters)

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
+from pearl_rl.control.forecasting import ForecastWindow, admission_wape, prefill_wape
 from pearl_rl.observer import StepRecord
-from pearl_rl.simulation.prorsa import ForecastWindow, admission_wape, prefill_wape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,7 @@ class EngineTotals:
     retractions: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    switch_s: float = 0.0
     transferred_bytes: int = 0
 
 
@@ -104,6 +105,18 @@ class SimulationResult:
         return sum(_tokens(step) for step in self.steps) / duration_s if duration_s > 0 else 0.0
 
     @property
+    def training_goodput(self) -> float:
+        """Tokens that the trainer consumed per second of the whole run (TideRL section 6.1)."""
+        return sum(step.trained_tokens for step in self.steps) / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def dropped_fraction(self) -> float:
+        """Part of dispatched trajectories that were too old for the trainer."""
+        trained = sum(step.trajectories for step in self.steps)
+        rejected = self.counts.rejected_stale
+        return rejected / (trained + rejected) if trained + rejected else 0.0
+
+    @property
     def mean_step_throughput(self) -> float:
         """The mean of the steps' own throughput, tokens per second."""
         return fmean([_tokens(s) / s.duration_s for s in self.steps]) if self.steps else 0.0
@@ -136,6 +149,9 @@ class SimulationResult:
             "elapsed_s": self.elapsed_s,
             "throughput_tokens_per_s": self.throughput,
             "mean_step_throughput_tokens_per_s": self.mean_step_throughput,
+            "training_goodput_tokens_per_s": self.training_goodput,
+            "dropped_fraction": self.dropped_fraction,
+            "staleness_mean": fmean([step.staleness_mean for step in self.steps]) if self.steps else 0.0,
             "rollout_s": self.rollout_s,
             "training_s": self.training_s,
             "prediction_wape": self.prediction_error,

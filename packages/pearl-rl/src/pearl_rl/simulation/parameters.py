@@ -27,6 +27,8 @@ class EngineParameters:
     mixed: bool = False
     phase_switch_s: float = 0.0
     """At each change between prefill and decode on a colocated worker (T_over of PEARL eq. (1)), seconds."""
+    attention_ranks: int = 1
+    """Data-parallel attention ranks of one worker (see `data_parallel`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable
 from statistics import fmean
 
+from pearl_rl.simulation.engine import IterationCosts
 from pearl_rl.simulation.experiments.bench import AnyJob, BatchJob, Bench, ClusterJob, variant
 from pearl_rl.simulation.experiments.effort import FULL, Effort
 from pearl_rl.simulation.experiments.targets import TargetRow, Unit
-from pearl_rl.simulation.kernels import WorkerCosts
 from pearl_rl.simulation.outcome import SimulationResult
 from pearl_rl.simulation.scenario import Scenario
 
@@ -172,7 +172,7 @@ class Recovery:
         )
 
 
-def full_prefill_s(costs: WorkerCosts, tokens: int, chunk: int) -> float:
+def full_prefill_s(costs: IterationCosts, tokens: int, chunk: int) -> float:
     """Prefill of a whole context in chunks, seconds."""
     starts = range(0, tokens, chunk)
     return sum(costs.prefill_s([(min(chunk, tokens - past), past)], int(past + chunk >= tokens)) for past in starts)
