@@ -28,28 +28,28 @@ from pearl_state.table import WorkerTable
 from pearl_state.worker import GpuId, Worker, WorkerId
 
 SETTINGS = ReadinessSettings(batch=BatchInterval(minimum=32, ideal=64), retention_steps=2, hidden_s=3.0)
-BUFFER = BufferReadiness(ready=64, ras=4, tprm_s=5.0, head_of_line_s=10.0, step_s=60.0, break_even_ras=8)
+BUFFER = BufferReadiness(volume=64, ready=64, ras=4, tprm_s=5.0, head_of_line_s=10.0, step_s=60.0, break_even_ras=8)
 SPLIT = RankSplit(rollout=4, actor=4)
 
 
 def test_deficits_are_what_the_buffer_lacks_and_what_waits_too_long() -> None:
-    assert generation_deficit(replace(BUFFER, ready=40), SETTINGS.batch) == 24
-    assert generation_deficit(replace(BUFFER, ready=90), SETTINGS.batch) == 0
+    assert generation_deficit(replace(BUFFER, volume=40, ready=40), SETTINGS.batch) == 24
+    assert generation_deficit(replace(BUFFER, volume=90), SETTINGS.batch) == 0
     assert not consumption_deficit(BUFFER, SETTINGS)
     assert consumption_deficit(replace(BUFFER, head_of_line_s=61.0), SETTINGS)
     assert consumption_deficit(replace(BUFFER, ras=8), SETTINGS)
     assert not consumption_deficit(replace(BUFFER, ras=99, break_even_ras=None), SETTINGS)
-    assert not consumption_deficit(replace(BUFFER, ready=63, head_of_line_s=999.0), SETTINGS)
+    assert not consumption_deficit(replace(BUFFER, volume=63, head_of_line_s=999.0), SETTINGS)
 
 
 def test_a_starving_trainer_colocates_and_its_reference_ranks_go_to_rollout() -> None:
     split = RankSplit(rollout=3, actor=4, reference=1)
-    made = decide_scaling(replace(BUFFER, ready=40), split, SETTINGS)
+    made = decide_scaling(replace(BUFFER, volume=40, ready=40), split, SETTINGS)
     assert (made.reason, made.mode) == (ScalingReason.GENERATION_DEFICIT, RefActorMode.COLOCATED)
     assert made.split == RankSplit(rollout=4, actor=4)
-    again = decide_scaling(replace(BUFFER, ready=40), made.split, SETTINGS)
+    again = decide_scaling(replace(BUFFER, volume=40, ready=40), made.split, SETTINGS)
     assert again.split == made.split
-    worse = decide_scaling(replace(BUFFER, ready=10), made.split, SETTINGS)
+    worse = decide_scaling(replace(BUFFER, volume=10), made.split, SETTINGS)
     assert worse.split == RankSplit(rollout=5, actor=3)
 
 
@@ -78,9 +78,9 @@ def test_a_balanced_buffer_moves_nobody() -> None:
 
 def test_after_a_scale_down_of_rollout_the_trainer_takes_less_for_a_while() -> None:
     """Two steps at half of what is ready, within [32, 64], then B_ideal again."""
-    made = decide_scaling(replace(BUFFER, ready=100, head_of_line_s=61.0), SPLIT, SETTINGS)
+    made = decide_scaling(replace(BUFFER, volume=100, ready=100, head_of_line_s=61.0), SPLIT, SETTINGS)
     assert (made.fetch, made.paced_steps) == (50, 2)
-    then = decide_scaling(replace(BUFFER, ready=40), made.split, SETTINGS, paced_steps=made.paced_steps)
+    then = decide_scaling(replace(BUFFER, volume=40, ready=40), made.split, SETTINGS, paced_steps=made.paced_steps)
     assert (then.fetch, then.paced_steps) == (32, 1)
     last = decide_scaling(BUFFER, then.split, SETTINGS, paced_steps=then.paced_steps)
     assert (last.fetch, last.paced_steps) == (64, 0)
@@ -109,7 +109,7 @@ def test_ranks_are_conserved_bounds_hold_and_the_trainer_grows_by_one(
     rollout: int, reference: int, actor: int, ready: int, ras: int, waits_s: float, evaluating: bool, paced: int
 ) -> None:
     split = RankSplit(rollout=rollout, actor=actor, reference=reference)
-    buffer = replace(BUFFER, ready=ready, ras=ras, head_of_line_s=waits_s, evaluating=evaluating)
+    buffer = replace(BUFFER, volume=ready, ready=ready // 2, ras=ras, head_of_line_s=waits_s, evaluating=evaluating)
     made = decide_scaling(buffer, split, SETTINGS, paced_steps=paced)
     assert made.split.total == split.total
     assert made.split.rollout >= min(SETTINGS.min_rollout_ranks, split.rollout)
@@ -165,3 +165,20 @@ def test_rollout_shrinks_by_the_overlap_workers_that_cost_least() -> None:
 def test_a_batch_interval_must_be_one() -> None:
     with pytest.raises(ValueError, match="minimum <= ideal"):
         BatchInterval(minimum=5, ideal=4)
+
+
+def test_what_was_lent_for_an_evaluation_comes_back_at_once() -> None:
+    before = RankSplit(rollout=2, actor=5, reference=1)
+    made = decide_scaling(replace(BUFFER, evaluating=True), before, SETTINGS)
+    assert (made.split.rollout, made.lent) == (7, before)
+    after = decide_scaling(BUFFER, made.split, SETTINGS, lent=made.lent)
+    assert (after.split, after.lent) == (before, None)
+
+
+def test_a_trainer_that_waits_for_each_micro_batch_starves() -> None:
+    """None ready, one each 5 s, 2 s of work: RAS and TPRM say so although the volume was enough."""
+    slow = replace(BUFFER, ras=0, tprm_s=5.0, micro_batch_s=2.0)
+    made = decide_scaling(slow, SPLIT, SETTINGS)
+    assert (made.reason, made.split) == (ScalingReason.GENERATION_DEFICIT, RankSplit(rollout=5, actor=3))
+    assert decide_scaling(replace(slow, micro_batch_s=6.0), SPLIT, SETTINGS).split == SPLIT
+    assert decide_scaling(replace(slow, ras=1), SPLIT, SETTINGS).split == SPLIT

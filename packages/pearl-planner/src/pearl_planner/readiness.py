@@ -2,7 +2,7 @@
 
 At the boundary after each update, before the new weights are broadcast, the buffer says how ready the data is:
 
-- *generation deficit*: it holds less than B_ideal. The trainer would starve, so reference and actor share GPUs
+- *generation deficit*: it had less than B_ideal for the step. The trainer would starve: reference and actor share GPUs
   (colocated) and the reference's go to rollout.
 - *consumption deficit*: its oldest micro-batch waited longer than τ·T_step, or RAS is beyond the break-even of the
   decoupled mode. Rollout would stall, so a rollout rank becomes the trainer's reference rank (decoupled).
@@ -52,7 +52,8 @@ class ReadinessSettings:
     min_rollout_ranks: int = 1
     min_actor_ranks: int = 1
     max_trainer_growth: int = 1
-    """Ranks that the trainer gains in one step, at most (section 6.3: plans are conservative)."""
+    """Ranks that the trainer gains in one step, at most (section 6.3: plans are conservative). What it lent for a cold
+    start or an evaluation comes back at once."""
     retention_steps: int = 2
     """Steps after a scale-down of rollout in which the trainer paces itself."""
     hidden_s: float = 3.0
@@ -63,8 +64,10 @@ class ReadinessSettings:
 class BufferReadiness:
     """The global buffer at the post-update boundary, and what led there."""
 
+    volume: int
+    """Trajectories that the buffer had for the step that ended: those it consumed, and those that are ready now."""
     ready: int
-    """Trajectories that are ready."""
+    """Trajectories that are ready now."""
     ras: int
     """Micro-batches that are ready at the start of the next step (N0)."""
     tprm_s: float
@@ -73,6 +76,8 @@ class BufferReadiness:
     """How long the oldest ready micro-batch has waited."""
     step_s: float
     """Average duration of a step (T_step)."""
+    micro_batch_s: float = 0.0
+    """What the trainer takes for a micro-batch; 0: not known."""
     break_even_ras: int | None = None
     """RAS from which on decoupled mode is faster (`ref_actor.break_even_ras`); None: it never is."""
     cold_start: bool = False
@@ -123,6 +128,8 @@ class ScalingDecision:
     """What the move costs beyond the broadcast it hides under, seconds."""
     paced_steps: int = 0
     """Steps for which the trainer still paces itself."""
+    lent: RankSplit | None = None
+    """The split that was given up for a cold start or an evaluation; the next decision goes on from it."""
 
     @property
     def mode(self) -> RefActorMode:
@@ -131,8 +138,13 @@ class ScalingDecision:
 
 
 def generation_deficit(buffer: BufferReadiness, batch: BatchInterval) -> int:
-    """Trajectories that the buffer lacks of B_ideal."""
-    return max(0, batch.ideal - buffer.ready)
+    """Trajectories by which the global batch fell short of B_ideal."""
+    return max(0, batch.ideal - buffer.volume)
+
+
+def starving(buffer: BufferReadiness) -> bool:
+    """Whether the trainer waits for each micro-batch: none is ready, and they come slower than it takes them."""
+    return buffer.ras == 0 and 0.0 < buffer.micro_batch_s < buffer.tprm_s
 
 
 def consumption_deficit(buffer: BufferReadiness, settings: ReadinessSettings) -> bool:
@@ -143,7 +155,7 @@ def consumption_deficit(buffer: BufferReadiness, settings: ReadinessSettings) ->
     if generation_deficit(buffer, settings.batch):
         return False
     waits = buffer.head_of_line_s > settings.head_of_line_factor * buffer.step_s
-    return waits or (buffer.break_even_ras is not None and buffer.ras >= buffer.break_even_ras)
+    return waits or (buffer.break_even_ras is not None and buffer.ras >= max(1, buffer.break_even_ras))
 
 
 def decide_scaling(
@@ -153,32 +165,36 @@ def decide_scaling(
     *,
     costs: ToggleCosts | None = None,
     paced_steps: int = 0,
+    lent: RankSplit | None = None,
 ) -> ScalingDecision:
-    """The split, mode and fetch size of the next step. `paced_steps` is what the decision before this one returned.
+    """The split, mode and fetch size of the next step. `paced_steps` and `lent` are what the decision before returned.
 
     Never moves more than `max_trainer_growth` ranks to the trainer at a time, nor below a side's least; what rollout
     gives up it gives to a reference rank first, then to the actor.
     """
     costs = costs or ToggleCosts()
     batch = settings.batch
-    if buffer.cold_start or buffer.evaluating:
+    current, split = split, lent or split
+    preempts = buffer.cold_start or buffer.evaluating
+    if preempts:
         reason = ScalingReason.COLD_START if buffer.cold_start else ScalingReason.EVALUATION
         target = _most_rollout(split, settings)
-    elif generation_deficit(buffer, batch):
+    elif generation_deficit(buffer, batch) or starving(buffer):
         reason, target = ScalingReason.GENERATION_DEFICIT, _more_rollout(buffer, split, settings)
     elif consumption_deficit(buffer, settings):
         reason, target = ScalingReason.CONSUMPTION_DEFICIT, _more_training(split, settings)
     else:
         reason, target = ScalingReason.BALANCED, split
-    shrank = target.rollout < split.rollout
+    shrank = target.rollout < split.rollout and not preempts
     paced = settings.retention_steps if shrank else max(0, paced_steps - 1)
-    moved = abs(target.rollout - split.rollout)
+    moved = target.rollout != current.rollout
     return ScalingDecision(
         split=target,
         reason=reason,
         fetch=_fetch(buffer, batch, paced),
         exposed_s=max(0.0, costs.toggle_s - settings.hidden_s) if moved else 0.0,
         paced_steps=paced,
+        lent=split if preempts else None,
     )
 
 
@@ -187,10 +203,11 @@ def _most_rollout(split: RankSplit, settings: ReadinessSettings) -> RankSplit:
 
 
 def _more_rollout(buffer: BufferReadiness, split: RankSplit, settings: ReadinessSettings) -> RankSplit:
-    """Reference ranks go to rollout; of the actor's, one more where less than B_min is ready."""
+    """Reference ranks go to rollout; without any, one of the actor's where the trainer starves."""
     freed = split.reference
     actor = split.actor
-    if not freed and buffer.ready < settings.batch.minimum and actor > settings.min_actor_ranks:
+    short = buffer.volume < settings.batch.minimum or starving(buffer)
+    if not freed and short and actor > settings.min_actor_ranks:
         actor -= 1
         freed = 1
     return RankSplit(rollout=split.rollout + freed, actor=actor)

@@ -188,7 +188,10 @@ class TaskBatcher:
         if entry.probes:
             entry.probes = False
             self._footprints.measured(entry.task.group, context_tokens)
-        self._round_where_room()
+        if any(self._usage[id_] > budget for id_, budget in self._budgets.items()):
+            self._round()
+        else:
+            self._round_where_room()
 
     def end(self, task: TrajectoryId, *, finished: bool = True) -> None:
         """A task is over (or, not `finished`, given up). No effect where it is not in hand."""
@@ -204,6 +207,9 @@ class TaskBatcher:
         if not finished:
             self._footprints.lost(task, group)
         else:
+            if entry.probes:
+                # Its only turn ended with it.
+                self._footprints.measured(group, entry.task.footprint_tokens)
             self._finish(group)
         self._round_where_room()
 

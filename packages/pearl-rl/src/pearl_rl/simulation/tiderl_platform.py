@@ -53,8 +53,6 @@ WEBSHOP = Workload(
         prompt_scale=9.0,
         # Figure 2 and Table 3: about 650 tokens/s over 548.5 s for 1,056 tasks, 40 tokens a turn.
         response_scale=2.5,
-        # The turn model's tool times are file views of 0.1 to 2 s; a web environment over HTTP is slower; assumed.
-        tool_scale=4.0,
     ),
 )
 OSWORLD = Workload(
@@ -76,7 +74,7 @@ OSWORLD = Workload(
 
 
 @dataclass(frozen=True, slots=True)
-class Testbed:
+class TidePlatform:
     """H100s that roll out and train one model."""
 
     model: ModelSpec
@@ -84,7 +82,7 @@ class Testbed:
     worker: WorkerModel
 
     @staticmethod
-    def of(model: str) -> "Testbed":
+    def of(model: str) -> "TidePlatform":
         """A testbed for a model of the catalog, one GPU a worker."""
         spec, gpu = find_model(model), find_gpu("h100")
         parameters = load_parameters("paper", model)
@@ -106,7 +104,7 @@ class Testbed:
             link_bytes_per_s=1.0,
             link_latency_s=0.0,
         )
-        return Testbed(spec, gpu, worker)
+        return TidePlatform(spec, gpu, worker)
 
     def forward_s(self, tokens: int) -> float:
         """A forward pass over `tokens` tokens on one GPU, by the kernel tables of prefill."""

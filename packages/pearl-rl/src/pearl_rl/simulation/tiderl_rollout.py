@@ -123,6 +123,12 @@ class TaskRollout:
         """Workers that take tasks."""
         return [id_ for id_, worker in self.workers.items() if worker.open]
 
+    @property
+    def busy_s(self) -> float:
+        """Engine time in iterations so far, over all workers, seconds."""
+        meters = [worker.engine.meter for worker in self.workers.values()]
+        return sum(meter.prefill_s + meter.decode_s for meter in meters)
+
     def set_workers(self, count: int) -> None:
         """From now on so many workers serve. Tasks of those that close go on elsewhere from their prefix."""
         known = self.serving

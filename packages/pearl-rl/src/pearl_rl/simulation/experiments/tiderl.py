@@ -1,6 +1,6 @@
 """TideRL's results beside ours: task batching, ref-actor pipelining, readiness scaling, and all of them together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pearl_planner.ref_actor import TrainerShape, colocated_pipeline_s, decoupled_pipeline_s
@@ -8,11 +8,16 @@ from pearl_planner.task_batching import PriorityWeights
 from pearl_rl.rollout.task_batcher import TaskBatchingSettings
 from pearl_rl.simulation.experiments.bench import Bench
 from pearl_rl.simulation.experiments.targets import TargetRow, gain
-from pearl_rl.simulation.tiderl_platform import WEBSHOP, Testbed
+from pearl_rl.simulation.tiderl_platform import OSWORLD, WEBSHOP, TidePlatform, Workload
 from pearl_rl.simulation.tiderl_rollout import RequestBatching, RolloutSummary, TokenBatching, roll_out
+from pearl_rl.simulation.tiderl_steps import LoopOutcome, LoopSettings, run_loop
 
 _GROUP = 8
 _TASKS = 1312
+_STEPS, _OSWORLD_STEPS = 40, 10
+_RATIOS: Mapping[str, int] = {"0.125": 1, "0.25": 2, "0.5": 4}
+"""Part of eight GPUs that rolls out → GPUs."""
+_PARTS = ("streaming", "+RA2P", "+ERS", "+CTB")
 _MICRO_BATCHES, _MICRO_TOKENS, _RANKS = 8, 8192, 4
 
 
@@ -26,7 +31,19 @@ class TaskBatchingJob:
     def run(self) -> RolloutSummary:
         """See `Job`."""
         batching = RequestBatching(concurrency=self.concurrency) if self.concurrency else token_batching()
-        return roll_out(WEBSHOP.scripts(self.tasks, _GROUP), _GROUP, Testbed.of(WEBSHOP.model).worker, batching)
+        return roll_out(WEBSHOP.scripts(self.tasks, _GROUP), _GROUP, TidePlatform.of(WEBSHOP.model).worker, batching)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopJob:
+    """A training loop."""
+
+    settings: LoopSettings
+    workload: Workload
+
+    def run(self) -> LoopOutcome:
+        """See `Job`."""
+        return run_loop(self.settings, self.workload)
 
 
 def token_batching(context_tokens: int = 8192) -> TokenBatching:
@@ -38,9 +55,15 @@ def token_batching(context_tokens: int = 8192) -> TokenBatching:
 def rows(bench: Bench, *, quick: bool) -> Iterable[TargetRow]:
     """Run what is needed, and say what came out."""
     tasks = _TASKS // 8 if quick else _TASKS
-    bench.prepare([TaskBatchingJob(tasks, concurrency) for concurrency in (0, 512, 1024)])
+    steps, osworld_steps = (2, 1) if quick else (_STEPS, _OSWORLD_STEPS)
+    batches = [TaskBatchingJob(tasks, concurrency) for concurrency in (0, 512, 1024)]
+    scaling = {name: scaling_job(name, steps) for name in (*_RATIOS, "ERS")}
+    parts = {name: part_job(name, osworld_steps) for name in _PARTS}
+    bench.prepare([*batches, *scaling.values(), *parts.values()])
     yield from _task_batching(bench, tasks)
     yield from _ref_actor()
+    yield from _scaling(bench, scaling)
+    yield from _parts(bench, parts)
 
 
 def _task_batching(bench: Bench, tasks: int) -> Iterable[TargetRow]:
@@ -67,7 +90,7 @@ def _task_batching(bench: Bench, tasks: int) -> Iterable[TargetRow]:
 
 def _ref_actor() -> Iterable[TargetRow]:
     """Section 6.5, Figure 14: eight ready micro-batches on four H100s, against swapping at each micro-batch."""
-    costs = Testbed.of(WEBSHOP.model).micro_batch(_MICRO_TOKENS, offload=True)
+    costs = TidePlatform.of(WEBSHOP.model).micro_batch(_MICRO_TOKENS, offload=True)
     ready = (0.0,) * _MICRO_BATCHES
     vanilla = colocated_pipeline_s(ready, costs, TrainerShape(ranks=_RANKS, aggregate=1))
     together = colocated_pipeline_s(ready, costs, TrainerShape(ranks=_RANKS))
@@ -79,4 +102,76 @@ def _ref_actor() -> Iterable[TargetRow]:
         paper=-44.3,
         ours=gain(min(together, apart), vanilla),
         unit="points",
+    )
+
+
+def scaling_job(name: str, steps: int) -> LoopJob:
+    """Section 6.5, Figures 4 and 15: WebShop on eight H100s, a fixed part of them for rollout, or ERS.
+
+    A batch has 32 groups of 8, an evaluation 800 tasks (Table 3); rounds fall from 8 to 5 (Table 4).
+    """
+    return LoopJob(
+        LoopSettings(
+            rollout=_RATIOS.get(name, 2),
+            scaling=name == "ERS",
+            batching=token_batching(),
+            groups=32,
+            evaluation_tasks=800,
+            steps=steps,
+            final_turns=5 / 8,
+        ),
+        WEBSHOP,
+    )
+
+
+def _scaling(bench: Bench, jobs: Mapping[str, LoopJob]) -> Iterable[TargetRow]:
+    ours = bench.result(jobs["ERS"]).wait_s
+    saved = [gain(ours, bench.result(jobs[name]).wait_s) for name in _RATIOS]
+    for which, paper, value in (("most", -77.6, min(saved)), ("least", -68.6, max(saved))):
+        yield TargetRow(
+            id="tiderl",
+            name=f"ERS: waiting (RWT + TWT) against the fixed ratio where it saves {which}, %",
+            use="predict",
+            paper=paper,
+            ours=value,
+            unit="points",
+        )
+
+
+def part_job(name: str, steps: int) -> LoopJob:
+    """Table 2: OSWorld, with an evaluation before the first step, one part after the other."""
+    place = _PARTS.index(name)
+    return LoopJob(
+        LoopSettings(
+            gpus=4,
+            rollout=2,
+            groups=16,
+            evaluation_tasks=128,
+            evaluate_every=1000,
+            steps=steps,
+            pipelining=place >= 1,
+            scaling=place >= 2,
+            batching=token_batching(16_384) if place >= 3 else RequestBatching(concurrency=1024),
+        ),
+        OSWORLD,
+    )
+
+
+def _parts(bench: Bench, jobs: Mapping[str, LoopJob]) -> Iterable[TargetRow]:
+    throughput = {name: bench.result(job).tokens_per_s for name, job in jobs.items()}
+    yield TargetRow(
+        id="tiderl",
+        name="OSWorld: the parts, by tokens per second when each is added",
+        use="predict",
+        paper=" < ".join(_PARTS),
+        ours=" < ".join(sorted(_PARTS, key=lambda name: throughput[name])),
+        unit="text",
+    )
+    yield TargetRow(
+        id="tiderl",
+        name="OSWorld: all parts over the baseline, tokens per second",
+        use="predict",
+        paper=33.3 / 20.2,
+        ours=throughput[_PARTS[-1]] / throughput[_PARTS[0]],
+        unit="ratio",
     )

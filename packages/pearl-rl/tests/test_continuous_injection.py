@@ -1,0 +1,66 @@
+"""Continuous injection: groups enter beside the tail of those before, within the staleness bound, and none is lost."""
+
+from functools import cache
+
+import pytest
+
+from pearl_rl.rollout.buffer import GroupBuffer, StalenessBound
+from pearl_rl.simulation.cluster import simulate
+from pearl_rl.simulation.outcome import SimulationResult
+from pearl_rl.simulation.scenario import scenario_from
+from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
+
+
+@cache
+def run(policy: str, staleness: int, injection: str = "") -> SimulationResult:
+    return simulate(
+        scenario_from(
+            {
+                "name": "small",
+                "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
+                "availability": {"trace": "none"},
+                "rollout": {"batch": 16, "group_size": 4, "max_staleness": staleness, "injection": injection},
+                "workload": {"max_turns": 16, "max_context_tokens": 8192},
+                "policy": {"name": policy},
+                "run": {"steps": 5},
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize(("policy", "staleness"), [("tiderl", 1), ("pearl+tiderl", 0), ("pearl+tiderl", 3)])
+def test_every_step_is_made_within_the_bound_and_nothing_is_dropped(policy: str, staleness: int) -> None:
+    result = run(policy, staleness)
+    assert [step.step for step in result.steps] == [1, 2, 3, 4, 5]
+    assert all(step.trajectories == 16 for step in result.steps)
+    assert max(step.staleness_max for step in result.steps) == staleness
+    assert result.counts.rejected_stale == 0
+    assert result.counts.lost_trajectories == 0
+    assert result.counts.stale_served == 0
+
+
+def test_a_wider_bound_trains_more_tokens_a_second_than_whole_batches() -> None:
+    batches, one, three = run("pearl", 3), run("pearl+tiderl", 1), run("pearl+tiderl", 3)
+    assert one.training_goodput > 1.05 * batches.training_goodput
+    assert three.training_goodput > 1.05 * one.training_goodput
+
+
+def test_a_scenario_may_ask_for_whole_batches_under_any_policy() -> None:
+    assert run("pearl+tiderl", 3, "batch").training_goodput == run("pearl", 3).training_goodput
+
+
+def test_a_group_is_due_when_one_more_version_would_make_a_sample_of_it_too_old() -> None:
+    buffer = GroupBuffer(StalenessBound(max_staleness=1, batch=4), group_size=2, max_refills_per_group=1)
+    for group in ("a", "b"):
+        buffer.open(GroupId(group))
+    buffer.dispatch(GroupId("a"), TrajectoryId("t1"), 0)
+    buffer.dispatch(GroupId("a"), TrajectoryId("t2"), 2)
+    buffer.dispatch(GroupId("b"), TrajectoryId("t3"), 2)
+    assert [buffer.due(version) for version in (0, 1, 2, 3)] == [0, 1, 1, 2]
+    for id_, version in (("t1", 0), ("t2", 2)):
+        done = Trajectory(
+            id=TrajectoryId(id_), group=GroupId("a"), task="", turns=(), reward=0.0,
+            dispatch_version=version, started_s=0.0, finished_s=0.0,
+        )  # fmt: skip
+        buffer.complete(done, 2)
+    assert [buffer.due(version) for version in (1, 2, 3)] == [0, 0, 1]
