@@ -16,7 +16,7 @@ from servers import STAND_IN, Servers
 from support import PYTHON, fork_server, tiny_model
 
 KINDS = ["stand-in", "real"] if PYTHON else ["stand-in"]
-collect_ignore = [] if PYTHON else ["test_job.py", "test_structs.py"]
+collect_ignore = [] if PYTHON else ["test_equal_tokens.py", "test_job.py", "test_structs.py", "test_transports.py"]
 """What needs the real one; `nox -s sglang` runs it."""
 
 
@@ -42,6 +42,13 @@ def servers(request, model, tmp_path_factory):
     interpreter = STAND_IN if request.param == "stand-in" else request.getfixturevalue("real_interpreter")
     with ExitStack() as stack:
         yield stack.enter_context(Servers(interpreter, model, tmp_path_factory.mktemp("servers")))
+
+
+@pytest.fixture(scope="module")
+def real_servers(real_interpreter, model, tmp_path_factory):
+    """A runtime with real servers."""
+    with ExitStack() as stack:
+        yield stack.enter_context(Servers(real_interpreter, model, tmp_path_factory.mktemp("servers")))
 
 
 @pytest.fixture(scope="module")

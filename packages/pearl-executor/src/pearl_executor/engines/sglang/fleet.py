@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pearl_executor.engines.sglang.client import SglangClient
 from pearl_executor.engines.sglang.flags import PD_ROLES, Ports, launch_environment, launch_flags
 from pearl_executor.engines.sglang.journal import Journal
-from pearl_executor.engines.sglang.launch import Launcher, LaunchOrder, ServerProcess, free_ports
+from pearl_executor.engines.sglang.launch import Launcher, LaunchOrder, ServerProcess
 from pearl_executor.engines.sglang.options import SglangOptions, SglangTimeouts
 from pearl_executor.engines.sglang.samples import Meter
 from pearl_executor.engines.sglang.server import SglangServer
@@ -125,12 +126,14 @@ class SglangFleet:
     ) -> SglangServer:
         if self._closed:
             raise WorkerError(f"worker {id_} cannot start: the runtime is closed")
-        http, bootstrap, gate = free_ports(self._options.host, 3)
-        ports = Ports(http=http, bootstrap=bootstrap, gate=gate if gated else 0)
         names = ",".join(str(gpu) for gpu in sorted(gpus))
         name = f"w{id_}-{incarnation}" if incarnation else f"held-{names.replace(',', '-')}"
+        place = await self._launcher.place(name, names, self._options.host)
+        http, bootstrap, gate = place.ports
+        ports = Ports(http=http, bootstrap=bootstrap, gate=gate if gated else 0)
+        options = replace(self._options, host=place.host)
         args = launch_flags(
-            self._options,
+            options,
             ports,
             disaggregated=role in PD_ROLES,
             weight_version=-1,
@@ -139,9 +142,9 @@ class SglangFleet:
         )
         order = LaunchOrder(
             name=name,
-            gpus=names,
+            gpus=place.gpus,
             args=args,
-            env=launch_environment(self._options, names),
+            env=launch_environment(options, place.gpus),
             log=self._folder / f"{name}.log",
             secrets=(self._admin_key,),
         )
@@ -156,7 +159,7 @@ class SglangFleet:
             ports=ports,
             process=process,
             client=self._client,
-            options=self._options,
+            options=options,
             timeouts=self._timeouts,
         )
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from pearl_executor.engines.sglang.options import INSTALL, VERSION
-from pearl_executor.ports import WorkerError
+from pearl_executor.engines.sglang.memory import used_bytes
+from pearl_executor.engines.sglang.options import INSTALL, VERSION, MemoryProbe
+from pearl_executor.ports import WeightSnapshot, WorkerError
 
-_SERVE: Final = """
+SERVE: Final = """
 import json, os, signal, sys, threading
 order = json.loads(sys.stdin.readline())
 os.environ.update(order["env"])
@@ -59,6 +60,18 @@ class LaunchOrder:
     """Texts that must not reach the log."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server will run."""
+
+    host: str
+    """Address that it listens on and is reached at."""
+    ports: tuple[int, int, int]
+    """Free ports there: HTTP, bootstrap, gate."""
+    gpus: str
+    """Its GPUs as CUDA names them on that machine."""
+
+
 class ServerProcess(Protocol):
     """A started server."""
 
@@ -72,6 +85,14 @@ class ServerProcess(Protocol):
         """Done once it is gone, with how it ended."""
         ...
 
+    async def used_bytes(self, probe: MemoryProbe) -> int:
+        """Device memory that it uses now, measured where it runs. Raises `WorkerError`."""
+        ...
+
+    async def fetch(self, snapshot: WeightSnapshot) -> str:
+        """Have the snapshot where it runs; returns the folder there. Raises `WorkerError`."""
+        ...
+
     async def end(self, grace_s: float) -> None:
         """End it: in order within `grace_s` seconds (0: at once), else by force. Returns when it is gone."""
         ...
@@ -82,6 +103,10 @@ class Launcher(Protocol):
 
     async def check(self) -> None:
         """Raise `LaunchError` unless the right SGLang is there."""
+        ...
+
+    async def place(self, name: str, gpus: str, host: str) -> Place:
+        """Choose where server `name` will run on the run's `gpus`; `host` is from the settings. `launch` follows."""
         ...
 
     async def launch(self, order: LaunchOrder) -> ServerProcess:
@@ -121,13 +146,19 @@ class InterpreterLauncher:
         if found != VERSION:
             raise LaunchError(f"engine.sglang.interpreter: {command[0]} has SGLang {found}, not {VERSION}; {INSTALL}")
 
+    async def place(self, name: str, gpus: str, host: str) -> Place:
+        """On this machine."""
+        del name
+        http, bootstrap, gate = free_ports(host, 3)
+        return Place(host, (http, bootstrap, gate), gpus)
+
     async def launch(self, order: LaunchOrder) -> "ChildServer":
         """Start a server. Raises `LaunchError` where the command cannot be run."""
         command = _filled(self.interpreter, order.name, order.gpus)
         order.log.parent.mkdir(parents=True, exist_ok=True)
         try:
             child = await asyncio.create_subprocess_exec(
-                *command, "-c", _SERVE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                *command, "-c", SERVE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT, process_group=0,
             )  # fmt: skip
         except OSError as error:
@@ -158,6 +189,14 @@ class ChildServer:
     def pid(self) -> int:
         """Leader of the server's process group."""
         return self.child.pid
+
+    async def used_bytes(self, probe: MemoryProbe) -> int:
+        """Measured on this machine."""
+        return await used_bytes(probe, self.child.pid, self.order.gpus)
+
+    async def fetch(self, snapshot: WeightSnapshot) -> str:
+        """It is here already."""
+        return snapshot.uri
 
     async def end(self, grace_s: float) -> None:
         """SIGTERM and up to `grace_s`, then SIGKILL to the group; then the pipes are closed."""
@@ -194,9 +233,9 @@ class ChildServer:
             while data := await self.child.stdout.read(1 << 16):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    log.write(_redacted(line, secrets) + b"\n")
+                    log.write(redacted(line, secrets) + b"\n")
                 log.flush()
-            log.write(_redacted(rest, secrets))
+            log.write(redacted(rest, secrets))
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:
@@ -219,7 +258,8 @@ def _filled(command: Sequence[str], name: str, gpus: str) -> list[str]:
     return [part.replace("{name}", name).replace("{gpus}", gpus) for part in command]
 
 
-def _redacted(line: bytes, secrets: Sequence[bytes]) -> bytes:
+def redacted(line: bytes, secrets: Sequence[bytes]) -> bytes:
+    """`line` with the secrets taken out."""
     for secret in secrets:
         line = line.replace(secret, _REDACTED)
     return line

@@ -68,7 +68,8 @@ class SglangRuntime:
         await self._launcher.check()
         self._size = await asyncio.to_thread(ModelSize.of, self.options.model_dir, self.options.dtype)
         loop = asyncio.get_running_loop()
-        admin_key = secrets.token_urlsafe(24)
+        # Hexadecimal: a key that begins with a dash would be taken for another argument.
+        admin_key = secrets.token_hex(24)
         self._journal = Journal(self._folder / "sglang.jsonl", loop.time)
         self._stack.callback(self._journal.close)
         client = await self._stack.enter_async_context(SglangClient(admin_key))
@@ -84,7 +85,7 @@ class SglangRuntime:
         )
         self._fleet.on_lost = self._on_lost
         self._calls = Calls(client, self._timeouts)
-        transport = await self._stack.enter_async_context(make_transport(self.options, self._timeouts, self._folder))
+        transport = await self._stack.enter_async_context(make_transport(self.options, self._timeouts))
         self._loader = WeightLoader(self.options, transport, self._journal, self._calls.interrupt)
         self._canaries = Canaries(self._calls, self._journal)
         self._stack.push_async_callback(self._calls.aclose)

@@ -15,7 +15,6 @@ from pearl_executor.engines.sglang import bodies
 from pearl_executor.engines.sglang.client import RefusedError, SglangClient, UnreachableError
 from pearl_executor.engines.sglang.flags import PD_ROLES, Ports
 from pearl_executor.engines.sglang.launch import ServerProcess
-from pearl_executor.engines.sglang.memory import used_bytes
 from pearl_executor.engines.sglang.options import SglangOptions, SglangTimeouts
 from pearl_executor.ports import MemoryReport, WorkerError, WorkerLostError
 from pearl_state.roles import Role
@@ -221,7 +220,7 @@ class SglangServer:
             self.released.difference_update(wanted)
 
     async def _used(self) -> int:
-        return await used_bytes(self.options.memory_probe, self.process.pid, self.gpus)
+        return await self.process.used_bytes(self.options.memory_probe)
 
     async def _used_below(self, target: int) -> int:
         """Memory in use once it fell to `target`, or after a moment: an answered release may still be under way."""

@@ -1,16 +1,200 @@
-"""Which way new weights take to a server."""
+"""Ways of new weights to a server beside its own reading of a folder: shared memory, and a collective group.
 
+Both go through a sender process, one load at a time. A load that exceeds its limit ends the sender, and with it every
+wait on the collective; the next load gets a new one.
+"""
+
+import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from typing import Any
 
+from pearl_executor.engines.sglang import bodies
+from pearl_executor.engines.sglang.launch import free_ports
 from pearl_executor.engines.sglang.options import SglangOptions, SglangTimeouts, WeightTransport
-from pearl_executor.engines.sglang.weights import DiskTransport, Transport
+from pearl_executor.engines.sglang.server import SglangServer
+from pearl_executor.engines.sglang.weights import DiskTransport, NotBegunError, Transport
+from pearl_executor.ports import WeightSnapshot, WorkerError
+
+
+class SenderError(WorkerError):
+    """The sender process failed or took too long; it is gone."""
+
+
+class SenderProcess:
+    """The child that holds the tensors; started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def ask(self, op: str, limit_s: float, **arguments: Any) -> Any:
+        """Have it carry out one order. Raises `SenderError`."""
+        child = await self._started()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            async with asyncio.timeout(limit_s):
+                child.stdin.write(json.dumps({"op": op, "arguments": arguments}).encode() + b"\n")
+                await child.stdin.drain()
+                line = await child.stdout.readline()
+        except (TimeoutError, ConnectionError, ValueError) as error:
+            await self.end()
+            raise SenderError(f"sending weights: {op} did not end within {limit_s:g} s ({error!r})") from None
+        except asyncio.CancelledError:
+            # Half an answer would be taken for the next order's.
+            await self.end()
+            raise
+        if not line:
+            await self.end()
+            raise SenderError(f"sending weights: the sender ended during {op}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SenderError(f"sending weights: {op} failed: {answer['error']}")
+        return answer["result"]
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._child is None or self._child.returncode is not None:
+            self._child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pearl_executor.engines.sglang.sender_child"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                # A payload is one line: handles of shared memory on one machine, but of every tensor.
+                limit=1 << 30,
+            )
+        return self._child
+
+    async def end(self) -> None:
+        """End the process, whatever it waits for."""
+        child, self._child = self._child, None
+        if child is not None:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+            assert child.stdin is not None
+            child.stdin.close()
+
+
+class TensorTransport:
+    """Tensors in shared memory, inside a weight-update session. The server must be on the sender's machine."""
+
+    keeps_old = False
+
+    def __init__(self, sender: SenderProcess, options: SglangOptions, limit_s: float) -> None:
+        self._sender = sender
+        self._options = options
+        self._limit_s = limit_s
+        self._turn = asyncio.Lock()
+
+    async def send(self, server: SglangServer, snapshot: WeightSnapshot) -> None:
+        """Hand the server every bucket; the version goes with the last one."""
+        devices = _devices(self._options)
+        async with self._turn:
+            buckets = await _before(self._sender.ask("names", self._limit_s, folder=snapshot.uri))
+            await server.tell("/begin_weight_update", {})
+            for bucket in range(len(buckets)):
+                payloads = await self._sender.ask(
+                    "payloads", self._limit_s, folder=snapshot.uri, bucket=bucket, devices=devices
+                )
+                version = snapshot.version if bucket == len(buckets) - 1 else None
+                await server.tell("/update_weights_from_tensor", bodies.weights_from_tensor(payloads, version))
+            await server.tell("/end_weight_update", {})
+
+
+class GroupTransport:
+    """A broadcast over a group of the sender and one server's ranks, inside a weight-update session.
+
+    A group is made for one load and named after the server's slot, incarnation and a count: a lost member can wedge
+    only its own group, and nobody ever joins an older one.
+    """
+
+    keeps_old = False
+
+    def __init__(self, sender: SenderProcess, options: SglangOptions, limit_s: float) -> None:
+        self._sender = sender
+        self._options = options
+        self._limit_s = limit_s
+        self._turn = asyncio.Lock()
+        self._epochs = count(1)
+
+    async def send(self, server: SglangServer, snapshot: WeightSnapshot) -> None:
+        """Form the group, broadcast every bucket, and dissolve it."""
+        options, limit_s = self._options, self._limit_s
+        async with self._turn:
+            buckets = await _before(self._sender.ask("names", limit_s, folder=snapshot.uri))
+            group = f"pearl-{server.id}-{server.incarnation}-{next(self._epochs)}"
+            await self._join(server, group)
+            await server.tell("/begin_weight_update", {})
+            for bucket, entries in enumerate(buckets):
+                names, dtypes, shapes = zip(*entries, strict=True)
+                version = snapshot.version if bucket == len(buckets) - 1 else None
+                body = bodies.weights_from_group(names, dtypes, shapes, group, version)
+                await self._both(
+                    server.tell("/update_weights_from_distributed", body, timeout_s=limit_s),
+                    self._sender.ask("broadcast", limit_s, bucket=bucket, device=_devices(options)[0]),
+                )
+            await server.tell("/end_weight_update", {})
+            await server.tell("/destroy_weights_update_group", bodies.leave_group(group))
+            await self._sender.ask("leave", limit_s)
+
+    async def _join(self, server: SglangServer, group: str) -> None:
+        options = self._options
+        (port,) = free_ports(options.host, 1)
+        world = 1 + options.gpus_per_worker
+        body = bodies.weights_group(options.host, port, 1, world, group, options.weight_backend)
+        await self._both(
+            server.tell("/init_weights_update_group", body, timeout_s=self._limit_s),
+            self._sender.ask(
+                "join",
+                self._limit_s,
+                url=f"tcp://{options.host}:{port}",
+                world=world,
+                name=group,
+                backend=options.weight_backend,
+                timeout_s=self._limit_s,
+            ),
+        )
+
+    async def _both(self, told: Any, sent: Any) -> None:
+        """Both sides of a collective. Where one fails the other would wait for ever: the sender is ended then."""
+        tasks = [asyncio.ensure_future(told), asyncio.ensure_future(sent)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _before(asked: Any) -> Any:
+    """What must work before a server is touched."""
+    try:
+        return await asked
+    except SenderError as error:
+        raise NotBegunError(str(error)) from error
+
+
+def _devices(options: SglangOptions) -> list[str]:
+    if options.device == "cpu":
+        return ["cpu"] * options.gpus_per_worker
+    return [f"cuda:{rank}" for rank in range(options.gpus_per_worker)]
 
 
 @asynccontextmanager
-async def make_transport(options: SglangOptions, timeouts: SglangTimeouts, folder: Path) -> AsyncIterator[Transport]:
+async def make_transport(options: SglangOptions, timeouts: SglangTimeouts) -> AsyncIterator[Transport]:
     """The transport that the options name; what it started ends with the `with` block."""
-    del timeouts, folder
-    assert options.weights is WeightTransport.DISK
-    yield DiskTransport()
+    if options.weights is WeightTransport.DISK:
+        yield DiskTransport()
+        return
+    sender = SenderProcess()
+    kind = TensorTransport if options.weights is WeightTransport.TENSOR else GroupTransport
+    try:
+        yield kind(sender, options, timeouts.control_s)
+    finally:
+        await sender.end()

@@ -22,6 +22,10 @@ from pearl_executor.ports import WeightSnapshot, WorkerError, WorkerLostError
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
+class NotBegunError(WorkerError):
+    """An update failed before the server was touched."""
+
+
 class Transport(Protocol):
     """A way for weights to reach a server."""
 
@@ -36,13 +40,14 @@ class Transport(Protocol):
 
 
 class DiskTransport:
-    """The server reads the snapshot's folder, which must be reachable from where it runs."""
+    """The server reads the snapshot's folder, or a copy of it where it runs."""
 
     keeps_old = True
 
     async def send(self, server: SglangServer, snapshot: WeightSnapshot) -> None:
         """Have the server load the folder."""
-        await server.tell("/update_weights_from_disk", bodies.weights_from_disk(snapshot.uri, snapshot.version))
+        folder = await server.process.fetch(snapshot)
+        await server.tell("/update_weights_from_disk", bodies.weights_from_disk(folder, snapshot.version))
 
 
 @dataclass(slots=True)
@@ -94,6 +99,11 @@ class WeightLoader:
             await self.transport.send(server, snapshot)
         except WorkerLostError:
             raise
+        except NotBegunError as error:
+            # A parked server has no weights to go on with, but it is as it was: its load can be tried again.
+            if not parked:
+                await server.carry_on()
+            raise WorkerError(f"{server}: kept its weights, {error}") from None
         except RefusedError as error:
             if parked or not self.transport.keeps_old:
                 raise await server.give_up(f"its weights are in doubt ({error})") from None
