@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -75,12 +76,23 @@ class CheckpointWriter:
     Only the copy of the state holds training up; the files are written while it goes on, one checkpoint at a time.
     """
 
-    def __init__(self, folder: Path, trainer: LocalTrainer, *, every: int, keep: int, last: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        trainer: LocalTrainer,
+        *,
+        every: int,
+        keep: int,
+        last: int,
+        on_complete: Callable[[int, int], None] = lambda _step, _version: None,
+    ) -> None:
+        """`on_complete` is told of each complete checkpoint: its step and weight version."""
         self._folder = folder
         self._trainer = trainer
         self._every = every
         self._keep = keep
         self._last = last
+        self._on_complete = on_complete
         self._writing: asyncio.Task[None] | None = None
 
     async def completed(self, step: int, position: Position) -> None:
@@ -88,8 +100,15 @@ class CheckpointWriter:
 
         Raises the `TrainerError` of the checkpoint before, where that could not be written.
         """
-        if step != self._last and (not self._every or step % self._every):
-            return
+        if step == self._last or (self._every and step % self._every == 0):
+            await self._begin(step, position)
+
+    async def first(self, position: Position) -> None:
+        """Write the state before any step, to its end: a run that is killed early goes on from here."""
+        await self._begin(0, position)
+        await self._settle()
+
+    async def _begin(self, step: int, position: Position) -> None:
         await self._settle()
         target = self._folder / f"step-{step:08d}"
         shutil.rmtree(target, ignore_errors=True)
@@ -115,6 +134,7 @@ class CheckpointWriter:
     async def _complete(self, saving: "asyncio.Task[None]", target: Path, record: dict[str, Any]) -> None:
         await saving
         _finish(target, record)
+        self._on_complete(record["step"], record["version"])
         for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
 

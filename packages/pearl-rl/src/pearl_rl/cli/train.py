@@ -16,6 +16,7 @@ from pearl_rl.preflight import check_installed, check_parts
 from pearl_rl.presentation.plain import PlainView
 from pearl_rl.presentation.words import seconds
 from pearl_rl.run_folder import RunFolder
+from pearl_rl.run_lock import RunLock
 from pearl_rl.settings import Settings, load_settings
 from pearl_rl.summary import TrainSummary
 
@@ -65,9 +66,9 @@ def run_training(
     check_installed(resolved.settings)
     from pearl_rl.compose import train
 
-    with RunFolder.create(resolved, run_dir) as folder:
+    with RunFolder.create(resolved, run_dir) as folder, RunLock(folder.path):
         outcome = run_in_folder(train, resolved.settings, folder, as_json=as_json, plain=plain)
-    return _report(outcome, resolved.settings, folder, as_json=as_json)
+    return report_outcome(outcome, resolved.settings, folder, as_json=as_json)
 
 
 def run_in_folder(
@@ -206,7 +207,7 @@ def _view(console: "Console", settings: Settings, *, live: bool) -> Iterator[Vie
         yield view
 
 
-def _report(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: bool) -> ExitCode:
+def report_outcome(outcome: Outcome, settings: Settings, folder: RunFolder, *, as_json: bool) -> ExitCode:
     """Print how the run ended and map it to an exit code."""
     summary = outcome.summary
     if summary is None:

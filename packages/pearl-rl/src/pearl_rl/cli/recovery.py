@@ -1,0 +1,148 @@
+"""`pearl-rl resume` and `pearl-rl replay-journal`: a run after its control plane ended, however it ended."""
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pearl_rl import parts
+from pearl_rl.encoding import encode, json_line
+from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.journal.frames import JournalError
+from pearl_rl.journal.journal import read
+from pearl_rl.journal.run_journal import Recovered, apply, begun
+from pearl_rl.journal.storage import FolderStorage
+from pearl_rl.run_folder import CONFIG_TOML, RunFolder
+from pearl_rl.run_lock import RunLock
+from pearl_rl.settings import Settings, load_settings
+from pearl_state.effects import Effect, RecordDecision
+from pearl_state.events import Event
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(resume)
+    app.command("replay-journal")(replay_journal)
+
+
+def resume(
+    run_dir: RunDir,
+    as_json: AsJson = False,
+    plain: Annotated[bool, typer.Option(help="Plain lines instead of a live view.")] = False,
+) -> None:
+    """Go on with a run whose control plane ended: killed, stopped, or the machine with it.
+
+    Restored are the worker table, weight versions, groups, finished and half-played trajectories, and the trainer of
+    the newest checkpoint; at most the model calls under way are made again.
+
+    Example: pearl-rl resume runs/20260101-120000
+    """
+    raise typer.Exit(int(resume_run(run_dir, as_json=as_json, plain=plain)))
+
+
+def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
+    """Run the command. Raises `CommandError` before anything is changed where the run cannot go on."""
+    from pearl_rl.cli.train import report_outcome, run_in_folder
+    from pearl_rl.preflight import check_installed
+
+    settings = _settings(run_dir)
+    with RunLock(run_dir):
+        if not (run_dir / "journal").is_dir():
+            raise CommandError(f"{run_dir}: holds no journal; only `pearl-rl train --set run.resume_from=…` can use it")
+        check_installed(settings)
+        from pearl_rl.compose import train
+
+        with RunFolder.open(run_dir) as folder:
+            going_on = functools.partial(train, resume=True)
+            try:
+                outcome = run_in_folder(going_on, settings, folder, as_json=as_json, plain=plain)
+            except JournalError as error:
+                raise CommandError(f"{run_dir}/journal: {error}") from None
+        return report_outcome(outcome, settings, folder, as_json=as_json)
+
+
+def replay_journal(
+    run_dir: RunDir,
+    at: Annotated[
+        int | None, typer.Option("--at", metavar="N", help="Stop before record N; default: all records.")
+    ] = None,
+    as_json: AsJson = False,
+    explain: Annotated[bool, typer.Option(help="Show every candidate of each decision.")] = False,
+) -> None:
+    """Derive a state of a run again from its journal, and say why each decision was taken. Changes nothing.
+
+    Example: pearl-rl replay-journal runs/20260101-120000 --at 120 --explain
+    """
+    for line in replayed(run_dir, at, as_json=as_json, explain=explain):
+        typer.echo(line)
+
+
+def replayed(run_dir: Path, at: int | None, *, as_json: bool = False, explain: bool = False) -> Iterator[str]:
+    """The lines of the command. Raises `CommandError` where the folder holds no readable journal."""
+    settings = parts.elastic_settings(_settings(run_dir))
+    if at is not None and at < 0:
+        raise CommandError(f"--at {at}: must be 0 or more")
+    try:
+        begin, records = read(FolderStorage(run_dir / "journal"), up_to=at, from_start=True)
+        recovered = begun(begin, settings)
+        for record in records:
+            taken = apply(recovered, record)
+            if taken is not None:
+                yield from _told(record["n"], *taken, as_json=as_json, explain=explain)
+    except JournalError as error:
+        raise CommandError(f"{run_dir}/journal: {error}") from None
+    yield from _state_json(recovered) if as_json else _state(recovered)
+
+
+def _settings(run_dir: Path) -> Settings:
+    config = run_dir / CONFIG_TOML
+    if not config.is_file():
+        raise CommandError(f"{run_dir}: holds no {CONFIG_TOML}; give the folder of a run")
+    return load_settings(config, ()).settings
+
+
+def _told(number: int, event: Event, effects: tuple[Effect, ...], *, as_json: bool, explain: bool) -> Iterator[str]:
+    """An event, and what was decided on it."""
+    from pearl_planner.explain import explain as explained
+
+    if as_json:
+        names = [type(effect).__name__ for effect in effects]
+        yield json_line({"n": number, "event": type(event).__name__, "now_s": event.now_s, "effects": names})
+        return
+    yield f"{number:>8}  {event.now_s:10.3f} s  {type(event).__name__}"
+    for effect in effects:
+        if isinstance(effect, RecordDecision):
+            decision = effect.decision
+            about = "borrowing" if effect.gate is not None else f"{decision.selected}: {decision.reason}"
+            yield f"{'':>8}  {'':12}  decided {about}"
+            if explain:
+                yield from (f"{'':>22}  {line}" for line in explained(decision).splitlines())
+        else:
+            yield f"{'':>8}  {'':12}  → {type(effect).__name__}"
+
+
+def _state(recovered: Recovered) -> Iterator[str]:
+    """The state for people."""
+    table, rollout = recovered.state.table, recovered.rollout
+    yield f"after {recovered.records} records: table version {table.version}, weights {table.target_version}"
+    for row in table.rows.values():
+        gpus = ",".join(map(str, sorted(row.gpus)))
+        of = f"worker {row.id}.{row.incarnation}  GPU {gpus}"
+        yield f"  {of}  {row.role}  {row.lifecycle}  weights {row.weight_version}"
+    counts = rollout.counts
+    half = sum(len(group.outstanding) for group in rollout.groups.values())
+    yield (
+        f"  {len(rollout.groups)} groups open, {half} trajectories under way, {counts.buffered} complete and not used, "
+        f"{counts.used} used"
+    )
+
+
+def _state_json(recovered: Recovered) -> Iterator[str]:
+    rows: list[Any] = [encode(row) for row in recovered.state.table.rows.values()]
+    yield json.dumps({"records": recovered.records, "table": rows, "counts": encode(recovered.rollout.counts)})
