@@ -142,9 +142,11 @@ def story(nodes, tmp_path_factory):
         nodes.take_away(first)
         told.summary = job.end()
         told.left = actors("")
+        ray.shutdown()
         yield told
     finally:
         job.close()
+        ray.shutdown()
 
 
 def test_the_job_runs_to_its_end_on_real_actors_and_nothing_is_lost_or_stale(story):

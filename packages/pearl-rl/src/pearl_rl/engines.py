@@ -11,6 +11,8 @@ from pearl_executor.runtimes.local.hosting import EngineRecipe
 from pearl_rl import parts
 from pearl_rl.runtimes import Processes, worker_runtime
 from pearl_rl.settings import Settings
+from pearl_state.roles import Role
+from pearl_state.worker import GpuId
 
 
 class RolloutRuntime(WorkerPort, GenerationPort, Protocol):
@@ -31,7 +33,14 @@ def rollout_runtime(
     from pearl_executor.engines.sglang.runtime import SglangRuntime
 
     options = sglang_options(settings, model_dir)
-    return SglangRuntime(options, folder, timeouts=sglang_timeouts(settings), on_lost=on_lost)
+    launcher = None
+    if settings.cluster.runtime == "ray":
+        from pearl_executor.runtimes.ray.processes import RayProcesses
+        from pearl_executor.runtimes.ray.sglang_launcher import RayLauncher
+
+        assert isinstance(processes.server, RayProcesses)
+        launcher = RayLauncher(processes.server, options.interpreter, options.kill_command)
+    return SglangRuntime(options, folder, timeouts=sglang_timeouts(settings), launcher=launcher, on_lost=on_lost)
 
 
 def sglang_options(settings: Settings, model_dir: Path) -> SglangOptions:
@@ -52,7 +61,8 @@ def sglang_options(settings: Settings, model_dir: Path) -> SglangOptions:
         weights=WeightTransport(chosen.weights),
         weight_backend="nccl" if engine.device == "cuda" else "gloo",
         memory_probe=MemoryProbe.NVIDIA_SMI if engine.device == "cuda" else MemoryProbe.PROCESS,
-        gated=chosen.gated,
+        held=_training_groups(settings) if chosen.gated else (),
+        held_role=Role.DECODE if "P" in settings.planner.configuration else Role.COLOCATED,
         # A CPU captures no graphs, and a first flip to decode wants to be told so.
         decode_graph_gb=None if engine.device == "cuda" else 0.0,
         gpus_per_worker=settings.cluster.gpus_per_worker,
@@ -61,6 +71,16 @@ def sglang_options(settings: Settings, model_dir: Path) -> SglangOptions:
         kill_command=tuple(chosen.kill_command),
         seed=settings.run.seed,
     )
+
+
+def _training_groups(settings: Settings) -> tuple[frozenset[GpuId], ...]:
+    """The GPUs of each overlap worker, as the control plane binds them."""
+    cluster = settings.cluster
+    if cluster.borrowing == "off":
+        return ()
+    size = cluster.gpus_per_worker
+    starts = range(0, cluster.training_gpus - size + 1, size)
+    return tuple(frozenset(GpuId(gpu) for gpu in range(start, start + size)) for start in starts)
 
 
 def sglang_timeouts(settings: Settings) -> SglangTimeouts:

@@ -239,11 +239,11 @@ def _sglang(settings: Settings) -> Iterator[Contradiction]:
             ("device.paced", "engine.kind"),
             'engine.kind="sglang" runs at the speed of its device and cannot be paced; use device.paced=false',
         )
-    if settings.cluster.runtime != "local":
+    if settings.cluster.runtime == "ray" and engine.sglang.weights != "disk":
         yield Contradiction(
-            ("cluster.runtime", "engine.kind"),
-            f'engine.kind="sglang" starts servers on this machine, not on "{settings.cluster.runtime}"; '
-            'use cluster.runtime="local"',
+            ("engine.sglang.weights", "cluster.runtime"),
+            f'engine.sglang.weights="{engine.sglang.weights}" reaches servers on this machine only; use "disk" with '
+            'cluster.runtime="ray": weights then go through the object store to each node\'s disk',
         )
     for entry in engine.sglang.variables:
         if "=" not in entry:

@@ -7,6 +7,7 @@ its GPUs may be given to others.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import signal
@@ -59,6 +60,7 @@ class RayProcesses:
         self._bundles = Bundles(layout, timeout_s=start_s)
         self._listener: Listener | None = None
         self._living: dict[str, _Living] = {}
+        self._numbers = itertools.count(1)
         self._wardens = Wardens(self.run, node_silence_s, self._node_lost)
 
     async def __aenter__(self) -> Self:
@@ -132,7 +134,8 @@ class RayProcesses:
             share = RANK_SHARE if name.startswith("train") else WORKER_SHARE
             place = strategy(seat.group, seat.index)
         options = {
-            "name": f"{self.run}-{name}",
+            # A number too: Ray may not have forgotten an earlier one of the same name yet.
+            "name": f"{self.run}-{name}-{next(self._numbers)}",
             "num_cpus": 0,
             "num_gpus": share,
             "max_restarts": 0,
