@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl_executor.availability import bundled_trace
+from pearl_rl.engines import sglang_options
 from pearl_rl.errors import CommandError, SettingsError
 from pearl_rl.preflight import check_installed, check_parts, trace_path
 from pearl_rl.settings import load_settings
@@ -110,3 +111,32 @@ def test_ray_is_asked_for_only_where_the_job_runs_on_it(monkeypatch):
     check_installed(load_settings().settings)
     with pytest.raises(CommandError, match=r"needs the package ray, not installed here; run `uv sync --group ray`"):
         check_installed(load_settings(None, ["cluster.runtime=ray"]).settings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["engine.kind=sglang"], "needs a Python that has SGLang"),
+        (["engine.kind=sglang", 'engine.sglang.interpreter=["python"]'], "cannot be paced; use device.paced=false"),
+        (['engine.sglang.variables=["NAME"]', "engine.kind=sglang"], "write it as NAME=VALUE"),
+    ],
+)
+def test_settings_of_sglang_that_contradict_each_other_are_refused(overrides, words):
+    with pytest.raises(SettingsError, match=words):
+        load_settings(None, overrides)
+
+
+def test_the_interpreter_is_asked_for_its_sglang_before_anything_is_written(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 0.5.8\n")
+    python.chmod(0o755)
+    overrides = ["engine.kind=sglang", "device.paced=false", f'engine.sglang.interpreter=["{python}"]']
+    with pytest.raises(SettingsError, match=r"has SGLang 0\.5\.8, not 0\.5\.23; install it into an environment"):
+        check_parts(load_settings(None, overrides).settings)
+
+
+def test_servers_of_training_gpus_are_held_where_the_settings_say_so():
+    overrides = ["engine.kind=sglang", "device.paced=false", 'engine.sglang.interpreter=["python"]']
+    chosen = load_settings(None, [*overrides, "engine.sglang.gated=true"]).settings
+    assert sglang_options(chosen, Path("model")).held == (frozenset({0}), frozenset({1}))
+    assert sglang_options(load_settings(None, overrides).settings, Path("model")).held == ()

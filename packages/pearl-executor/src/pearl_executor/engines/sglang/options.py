@@ -6,6 +6,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from pearl_state.roles import Role
+from pearl_state.worker import GpuId
+
 VERSION: Final = "0.5.23"
 """The SGLang whose HTTP contract this package speaks. Others differ in what they answer, and in what kills them."""
 
@@ -59,8 +62,11 @@ class SglangOptions:
     weight_backend: str = "nccl"
     """Of the collective group: "nccl", or "gloo" on CPUs."""
     memory_probe: MemoryProbe = MemoryProbe.NVIDIA_SMI
-    gated: bool = False
-    """Start servers of training GPUs early and hold them before they take device memory."""
+    held: tuple[frozenset[GpuId], ...] = ()
+    """GPUs of the workers whose servers are started at once and held before they take device memory: training lends
+    these GPUs later, and a first borrow shall not wait for a cold start."""
+    held_role: Role = Role.COLOCATED
+    """What held servers are launched for; prefill and decode servers are launched alike."""
     decode_graph_gb: float | None = None
     """Memory for decode graphs that a first flip to decode may capture; None where decode launches captured them."""
     gpus_per_worker: int = 1

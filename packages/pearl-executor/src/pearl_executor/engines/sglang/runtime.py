@@ -90,6 +90,7 @@ class SglangRuntime:
         self._canaries = Canaries(self._calls, self._journal)
         self._stack.push_async_callback(self._calls.aclose)
         self._stack.push_async_callback(self._fleet.aclose)
+        await self._fleet.hold(self.options.held, self.options.held_role)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
