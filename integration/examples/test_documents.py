@@ -93,3 +93,24 @@ def test_each_equation_s_code_and_test_exist(code, test) -> None:
 
 def test_the_table_of_equations_was_read() -> None:
     assert len(ROWS) >= 20
+
+
+INLINE = sorted(
+    {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in DOCUMENTS
+        for name in re.findall(r"`pearl-rl ([a-z-]+(?: (?:list|cordon|uncordon|drain|show|validate|diff|schema))?)[ `]",
+                               path.read_text(encoding="utf-8"))
+    }
+)  # fmt: skip
+
+
+def test_each_command_that_a_sentence_names_has_help() -> None:
+    from typer.testing import CliRunner
+
+    from pearl_rl.cli.app import app
+
+    assert INLINE
+    for document, name in INLINE:
+        done = CliRunner().invoke(app, [*name.split(), "--help"])
+        assert done.exit_code == 0, f"{document}: pearl-rl {name}"
