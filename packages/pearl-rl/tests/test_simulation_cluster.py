@@ -152,7 +152,8 @@ def test_any_scenario_finishes_with_every_trajectory_accounted_for(
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_scenarios_run(name) -> None:
-    result = simulate(load_scenario(name, ["run.steps=1"]))
+    smaller = ["cluster.training_gpus=40", "cluster.reserved_rollout_gpus=200", "rollout.batch=480"]
+    result = simulate(load_scenario(name, ["run.steps=1", *(smaller if name == "hyperscale" else [])]))
     assert len(result.steps) == 1
 
 
@@ -165,6 +166,8 @@ def test_bundled_scenarios_run(name) -> None:
         (["policy.name=magic"], "policy.name = magic: must be 'roll'"),
         (["model=qwen9"], "no model 'qwen9' in the catalog"),
         (["tp=3"], "does not divide"),
+        (["tp=32"], "does not divide"),
+        (["tp=4", "cluster.reserved_rollout_gpus=0", "cluster.max_preemptible_gpus=2"], "hold no worker of tp = 4"),
         (["model=qwen3-235b-a22b"], "use more GPUs a worker"),
         (["availability.segment=segment9"], "has no segment 'segment9'"),
         (["availability.trace=/nowhere.csv"], "cannot read the availability trace"),
@@ -179,6 +182,27 @@ def test_bad_scenarios_are_one_clear_line(overrides, words, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         app(["simulate", "paper-segment1", *(part for text in overrides for part in ("--set", text))])
     assert ended.value.code in (ExitCode.CONFIG, ExitCode.INFEASIBLE)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "code"),
+    [
+        ("0,4\n50,2\n20,3", "time goes back", ExitCode.CONFIG),
+        ("-5,4", "t_s -5 is negative", ExitCode.CONFIG),
+        ("0,-4", "preemptible_gpus", ExitCode.CONFIG),
+        ("0,0", "never finishes under policy rlboost", ExitCode.INFEASIBLE),
+    ],
+)
+def test_a_trace_that_is_none_or_never_gives_a_gpu_is_one_clear_line(rows, words, code, tmp_path, capsys) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"t_s,preemptible_gpus\n{rows}\n", encoding="utf-8")
+    sets = [f"availability.trace={path}", "availability.segment=", "cluster.reserved_rollout_gpus=0", "run.steps=1"]
+    with pytest.raises(SystemExit) as ended:
+        app(["simulate", "paper-segment1", "--policy", "rlboost", *(p for text in sets for p in ("--set", text))])
+    assert ended.value.code == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert words in lines[0]

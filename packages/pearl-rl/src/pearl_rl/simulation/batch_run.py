@@ -42,6 +42,8 @@ class BatchOutcome:
     prefill_s: float
     """Engine time in iterations with prefill, all workers, seconds."""
     decode_s: float
+    switch_s: float
+    """Between the two, on colocated workers."""
     prefill_tokens: int
     cached_tokens: int
     generated_tokens: int
@@ -122,6 +124,7 @@ class _BatchRun:
             durations_s=tuple(play.finished_s for play in self.plays),
             prefill_s=totals["prefill_s"],
             decode_s=totals["decode_s"],
+            switch_s=totals["switch_s"],
             prefill_tokens=totals["prefill_tokens"],
             cached_tokens=totals["cached_tokens"],
             generated_tokens=totals["generated_tokens"],

@@ -24,7 +24,7 @@ from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.observer import Observer, Observers
 from pearl_rl.rollout.continuous import pipeline_class
-from pearl_rl.rollout.pipeline_settings import PipelineSettings
+from pearl_rl.rollout.pipeline_settings import PipelineSettings, RolloutTimeoutError
 from pearl_rl.rollout.recorded_generation import RecordedGeneration
 from pearl_rl.rollout.router import Router, RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
@@ -63,15 +63,21 @@ def simulate(
 ) -> SimulationResult:
     """Run a scenario to its end in virtual time; `folder` gets the records of a run.
 
-    Raises `SettingsError` for a scenario that cannot run, `SimulationDeadlockError` where the control plane hangs.
+    Raises `SettingsError` for a scenario that cannot run or never finishes, `SimulationDeadlockError` where the control plane hangs.
     """
     cluster = SimulatedCluster(scenario, parameters, folder)
 
     async def main() -> SimulationResult:
         return await cluster.run()
 
-    with _rare_collections():
-        return run_virtual(main())
+    try:
+        with _rare_collections():
+            return run_virtual(main())
+    except (RefillsExhaustedError, RolloutTimeoutError) as error:
+        policy = scenario.policy.name
+        raise SettingsError(
+            f"{scenario.name}: never finishes under policy {policy}: {error}", ExitCode.INFEASIBLE
+        ) from None
 
 
 @contextmanager
@@ -264,6 +270,7 @@ class SimulatedCluster:
                 lost_trajectories=outcome.counts.lost,
                 stale_served=statistics.stale_served,
                 rejected_stale=outcome.counts.rejected,
+                dropped_trajectories=outcome.counts.dropped,
             ),
             engines=EngineTotals(**totals),  # type: ignore[arg-type]
             timeline=tuple(watch.timeline),
@@ -327,6 +334,7 @@ class SimulatedCluster:
             group_size=rollout.group_size,
             max_staleness=rollout.max_staleness,
             injection=injection(self.scenario),
+            straggler_patience=rollout.straggler_patience or math.inf,
             seed=run.seed,
             wall_limit_s=math.inf if run.steps else run.duration_s,
             batch_s=30 * 86_400.0,

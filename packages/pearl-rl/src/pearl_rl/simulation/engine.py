@@ -254,7 +254,10 @@ class Engine:
         """What it costs that the next iteration is a decode iteration, or one with prefill."""
         changes = self._decoded_last is not None and self._decoded_last is not decode
         self._decoded_last = decode
-        return self.limits.phase_switch_s if changes and self.role is Role.COLOCATED else 0.0
+        if not changes or self.role is not Role.COLOCATED:
+            return 0.0
+        self.meter.switch_s += self.limits.phase_switch_s
+        return self.limits.phase_switch_s
 
     # ---- prefill ----------------------------------------------------------------------------------------------------
 
@@ -347,7 +350,8 @@ class Engine:
             return
         tokens = self._batch.pass_iterations(iterations)
         self.kv.grow(tokens)
-        self.meter.decoded(run.sequences, iterations, now_s - run.began_s, tokens)
+        context = run.context_tokens + 0.5 * (iterations - 1)
+        self.meter.decoded(run.sequences, iterations, now_s - run.began_s, tokens, context)
 
     def _finished(self) -> list[tuple[Outcome, EngineRequest]]:
         """Members that have all their tokens."""

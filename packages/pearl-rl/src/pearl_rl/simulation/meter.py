@@ -16,6 +16,7 @@ COUNTERS = (
     "retractions",
     "prefill_s",
     "decode_s",
+    "switch_s",
     "transferred_bytes",
 )
 """Names of the counters of an `EngineMeter`."""
@@ -35,10 +36,12 @@ class EngineMeter:
     """Time in iterations with prefill, seconds."""
     decode_s: float = 0.0
     """Time in pure decode iterations, seconds."""
+    switch_s: float = 0.0
+    """Time between the two, seconds."""
     transferred_bytes: int = 0
     by_batch: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
     """Running sequences → pure decode iterations with so many, and their time in seconds."""
-    _decode: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _decode: deque[tuple[int, int, float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _prefill: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _transfer: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
@@ -51,14 +54,14 @@ class EngineMeter:
         if not decoding:
             self._prefill.append((tokens, seconds, requests))
 
-    def decoded(self, sequences: int, iterations: int, seconds: float, tokens: int) -> None:
-        """Pure decode iterations of an unchanged batch."""
+    def decoded(self, sequences: int, iterations: int, seconds: float, tokens: int, context_tokens: float) -> None:
+        """Pure decode iterations of an unchanged batch with this mean context."""
         self.decode_iterations += iterations
         self.generated_tokens += tokens
         self.decode_s += seconds
         before = self.by_batch.get(sequences, (0, 0.0))
         self.by_batch[sequences] = (before[0] + iterations, before[1] + seconds)
-        self._decode.append((sequences, iterations, seconds))
+        self._decode.append((sequences, iterations, seconds, context_tokens))
 
     def transferred(self, tokens: int, amount_bytes: int, seconds: float) -> None:
         """One hand-over that this engine received."""

@@ -56,6 +56,8 @@ class SimulationCounts:
     lost_trajectories: int = 0
     stale_served: int = 0
     rejected_stale: int = 0
+    dropped_trajectories: int = 0
+    """Given up: their task could not be played, or their group would have had to wait for them too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +113,10 @@ class SimulationResult:
 
     @property
     def dropped_fraction(self) -> float:
-        """Part of dispatched trajectories that were too old for the trainer."""
+        """Part of dispatched trajectories that never reached the trainer: too old, or given up."""
         trained = sum(step.trajectories for step in self.steps)
-        rejected = self.counts.rejected_stale
-        return rejected / (trained + rejected) if trained + rejected else 0.0
+        gone = self.counts.rejected_stale + self.counts.dropped_trajectories
+        return gone / (trained + gone) if trained + gone else 0.0
 
     @property
     def mean_step_throughput(self) -> float:

@@ -35,7 +35,7 @@ POLICIES = (
 )
 """Names of the bundled policies."""
 
-BUNDLED = ("paper-segment1", "paper-segment2", "paper-segment3", "paper-fixed", "webshop", "weka")
+BUNDLED = ("paper-segment1", "paper-segment2", "paper-segment3", "paper-fixed", "webshop", "weka", "hyperscale")
 """Names of the bundled scenarios."""
 
 
@@ -69,6 +69,9 @@ class RolloutSection(Section):
     max_staleness: int = Field(default=1, ge=0, le=1000, description="weight versions between dispatch and use")
     injection: Literal["", "batch", "continuous"] = Field(
         default="", description="when groups are dispatched; empty: continuous for policies with tiderl, else batch"
+    )
+    straggler_patience: float = Field(
+        default=0.0, ge=0, description="mean step times that an update waits for stragglers; 0: as long as needed"
     )
 
 

@@ -38,6 +38,7 @@ class BatchSummary:
     makespan_s: float
     trajectory_s: float
     prefill_share_time: float
+    """Of engine time: from the last decode iteration to the next one, what it takes to change phases included."""
     prefill_share_tokens: float
     """Part of computed tokens that prefill computed."""
     decode_tokens_per_s: float
@@ -160,7 +161,7 @@ def _batches(job: BatchJob) -> BatchSummary:
         sets = [[script] for scripts in sets for script in scripts]
     model, stable = cluster.worker_model(), cluster.workload.stable_fraction
     outcomes = [run_batch(scripts, configuration, model, stable_fraction=stable) for scripts in sets]
-    prefill_s, decode_s = sum(o.prefill_s for o in outcomes), sum(o.decode_s for o in outcomes)
+    prefill_s, decode_s = sum(o.prefill_s + o.switch_s for o in outcomes), sum(o.decode_s for o in outcomes)
     computed, generated = sum(o.prefill_tokens for o in outcomes), sum(o.generated_tokens for o in outcomes)
     return BatchSummary(
         makespan_s=fmean([o.makespan_s for o in outcomes]),

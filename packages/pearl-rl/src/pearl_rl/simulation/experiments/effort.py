@@ -11,12 +11,12 @@ class Effort:
     """Whole simulations of each kind; their throughputs are averaged."""
     duration_s: float = 7200.0
     """Virtual time of a replayed segment (PEARL section 6.1: two hours)."""
-    steps: int = 6
+    steps: int = 5
     """Training steps of a run on a fixed pool."""
-    batches: int = 8
+    batches: int = 6
     """Batches for each configuration where nothing but the configuration matters."""
-    many_batches: int = 20
-    """The same for calibrated rows, whose tolerance is narrow."""
+    many_batches: int = 10
+    """The same for each of two seeds, for calibrated rows, whose tolerance is narrow."""
 
 
 FULL = Effort()

@@ -1,6 +1,7 @@
 """PEARL Figure 2: diminishing returns of data parallelism (a), interference (b), and modes by batch size (c)."""
 
 from collections.abc import Iterable
+from statistics import fmean
 
 from pearl_rl.simulation.experiments.bench import AnyJob, BatchJob, Bench, ClusterJob, variant
 from pearl_rl.simulation.experiments.effort import FULL, Effort
@@ -19,31 +20,38 @@ class Figure2a:
 
     id = "F2a"
 
+    _SEEDS = (0, 1)
+
     def __init__(self, effort: Effort = FULL) -> None:
         self._batches = effort.many_batches
-        self._steps = effort.steps
+        self._steps = min(2, effort.steps)
 
-    def _scenario(self) -> Scenario:
+    def _scenario(self, seed: int) -> Scenario:
         cluster = {"training_gpus": 8, "reserved_rollout_gpus": _POOLS[0], "max_preemptible_gpus": 0}
         policy = {"name": "rlboost"}
-        return variant(_FIXED, name="pools", cluster=cluster, policy=policy, run={"steps": self._steps})
+        run = {"steps": self._steps, "seed": seed}
+        return variant(_FIXED, name="pools", cluster=cluster, policy=policy, run=run)
 
-    def _pool(self, gpus: int) -> BatchJob:
-        scenario = self._scenario()
+    def _pool(self, gpus: int, seed: int) -> BatchJob:
+        scenario = self._scenario(seed)
         return BatchJob(scenario, f"{gpus // scenario.tp}C", self._batches)
 
-    def _alone(self) -> BatchJob:
-        return BatchJob(self._scenario(), "1C", self._batches, alone=True)
+    def _alone(self, seed: int) -> BatchJob:
+        return BatchJob(self._scenario(seed), "1C", self._batches, alone=True)
 
     def jobs(self) -> list[AnyJob]:
         """What must be run."""
-        return [*(self._pool(gpus) for gpus in _POOLS), self._alone(), ClusterJob(self._scenario())]
+        pools = [self._pool(gpus, seed) for gpus in _POOLS for seed in self._SEEDS]
+        alone = [self._alone(seed) for seed in self._SEEDS]
+        return [*pools, *alone, *(ClusterJob(self._scenario(seed)) for seed in self._SEEDS)]
 
     def rows(self, bench: Bench) -> Iterable[TargetRow]:
         """Paper and ours."""
-        first, second, third = (bench.batches(self._pool(gpus)).makespan_s for gpus in _POOLS)
-        training_s = bench.cluster(self._scenario()).training_s
-        alone_s = bench.batches(self._alone()).trajectory_s
+        first, second, third = (
+            fmean([bench.batches(self._pool(gpus, seed)).makespan_s for seed in self._SEEDS]) for gpus in _POOLS
+        )
+        training_s = fmean([bench.cluster(self._scenario(seed)).training_s for seed in self._SEEDS])
+        alone_s = fmean([bench.batches(self._alone(seed)).trajectory_s for seed in self._SEEDS])
 
         def row(name: str, paper: float, ours: float, unit: Unit = "value") -> TargetRow:
             return TargetRow(id=self.id, name=name, use="calibrate", paper=paper, ours=ours, unit=unit)
