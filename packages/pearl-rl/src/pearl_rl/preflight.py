@@ -70,6 +70,9 @@ def _check_sglang(settings: Settings) -> None:
 
     try:
         options = sglang_options(settings, Path(settings.model.path))
+        if settings.cluster.runtime == "ray":
+            # It runs on the cluster's nodes, which are asked once there is a connection.
+            return
         asyncio.run(InterpreterLauncher(options.interpreter).check())
     except (ValueError, LaunchError) as error:
         raise SettingsError(str(error)) from None
