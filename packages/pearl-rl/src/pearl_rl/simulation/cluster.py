@@ -23,6 +23,7 @@ from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.observer import Observer, Observers
+from pearl_rl.rollout.buffer import RefillsExhaustedError
 from pearl_rl.rollout.continuous import pipeline_class
 from pearl_rl.rollout.pipeline_settings import PipelineSettings, RolloutTimeoutError
 from pearl_rl.rollout.recorded_generation import RecordedGeneration
@@ -63,7 +64,8 @@ def simulate(
 ) -> SimulationResult:
     """Run a scenario to its end in virtual time; `folder` gets the records of a run.
 
-    Raises `SettingsError` for a scenario that cannot run or never finishes, `SimulationDeadlockError` where the control plane hangs.
+    Raises `SettingsError` for a scenario that cannot run or never finishes, `SimulationDeadlockError` where the
+    control plane hangs.
     """
     cluster = SimulatedCluster(scenario, parameters, folder)
 
