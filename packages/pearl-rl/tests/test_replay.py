@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.cli.app import app
+from pearl_rl.cli.replay import calibrated
 from pearl_rl.cli.what_if import parse_knob
 from pearl_rl.encoding import encode
 from pearl_rl.errors import CommandError
@@ -207,6 +208,22 @@ def test_the_command_compares_recorded_replayed_and_changed(run, tmp_path):
     assert rows[0]["throughput_tokens_per_s"] == pytest.approx(100)
     assert rows[2]["borrows"] == 0
     assert (tmp_path / "r.html").read_text().count('<article class="run">') == 2
+
+
+def test_workers_are_slowed_down_until_batches_take_what_they_took(run):
+    recorded, result = calibrated(run)
+    as_stated = play(run)
+    assert recorded.slowdown > 1
+    assert abs(result.rollout_s - 2.0) < abs(as_stated.rollout_s - 2.0)
+    assert result.rollout_s == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_recorded_run_is_swept(run, capsys):
+    words = ["what-if", str(run), "--vary", "cluster.max_preemptible_gpus=0:2:2", "--json"]
+    assert app(words, standalone_mode=False) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    assert [row["set"] for row in found] == [{"cluster.max_preemptible_gpus": value} for value in ("0", "2")]
+    assert found[1]["rollout_s"] <= found[0]["rollout_s"]
 
 
 def test_knobs_are_lists_or_ranges():

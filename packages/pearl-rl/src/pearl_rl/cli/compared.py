@@ -76,7 +76,7 @@ def print_rows(title: str, rows: Sequence[Row], base: Row, *, bars: bool = False
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.width = max(console.width, max(len(row.name) for row in rows) + (125 if bars else 100))
+    console.width = max(console.width, max(len(row.name) for row in rows) + (160 if bars else 132))
     console.print(title)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)

@@ -12,6 +12,8 @@ from pearl_rl.cli.recordings import Recordings
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.run_folder import RunFolder
 
+_CALIBRATIONS, _CLOSE_ENOUGH, _MOST_SLOWDOWN = 4, 0.03, 20.0
+
 if TYPE_CHECKING:
     from pearl_rl.simulation.outcome import SimulationResult
     from pearl_rl.simulation.replay import Recorded
@@ -24,22 +26,46 @@ def run_replay(
     """Replay a run and, where something is changed, replay it once more with the changes. Raises `CommandError`."""
     from pearl_rl.simulation.replay import read_recorded
 
-    as_was = read_recorded(run_dir)
-    changed = read_recorded(run_dir, overrides) if overrides else None
+    as_was, result = calibrated(run_dir)
+    changed = read_recorded(run_dir, overrides, as_was.slowdown) if overrides else None
     recorder = Recordings(record, report)
-    rows = [recorded_row(as_was), row_of("replayed", [replayed(as_was, recorder, "replayed")])]
+    if report is not None or record is not None:
+        result = replayed(as_was, recorder, "replayed")
+    rows = [recorded_row(as_was), row_of("replayed", [result])]
     if changed is not None:
         rows.append(row_of(", ".join(overrides), [replayed(changed, recorder, "changed")]))
     base = rows[1]
     if as_json:
-        print(json.dumps(document(run_dir, rows), allow_nan=False))
+        print(json.dumps({**document(run_dir, rows), "slowdown": as_was.slowdown}, allow_nan=False))
     else:
         print_rows(f"{run_dir}: {len(as_was.steps)} recorded steps", rows, base)
-        print(fidelity(rows[0], base))
+        print(fidelity(rows[0], base, as_was.slowdown))
         for line in assumptions(changed):
             print(line)
     recorder.finish(f"replay of {run_dir.resolve().name}")
     return ExitCode.OK
+
+
+def calibrated(run_dir: Path) -> "tuple[Recorded, SimulationResult]":
+    """The run as it was, its workers slowed down until batches take what they took. Raises `CommandError`.
+
+    An emulated device keeps its stated pace only where its machine keeps up with it.
+    """
+    from pearl_rl.simulation.replay import read_recorded
+
+    slowdown, best = 1.0, None
+    for _ in range(_CALIBRATIONS):
+        recorded = read_recorded(run_dir, slowdown=slowdown)
+        result = replayed(recorded, Recordings(None, None), "replayed")
+        measured_s = fmean([step["rollout_s"] for step in recorded.steps])
+        error = result.rollout_s / measured_s - 1 if measured_s else 0.0
+        if best is None or abs(error) < abs(best[0]):
+            best = (error, recorded, result)
+        if abs(error) <= _CLOSE_ENOUGH or not measured_s:
+            break
+        slowdown = min(_MOST_SLOWDOWN, max(1.0, slowdown / (1 + error)))
+    assert best is not None
+    return best[1], best[2]
 
 
 def replayed(recorded: "Recorded", recorder: Recordings, name: str) -> "SimulationResult":
@@ -88,11 +114,12 @@ def document(run_dir: Path, rows: Sequence[Row]) -> dict[str, Any]:
     return {"run": str(run_dir), "results": [row.to_json() for row in rows]}
 
 
-def fidelity(recorded: Row, played: Row) -> str:
+def fidelity(recorded: Row, played: Row, slowdown: float) -> str:
     """How far the replay is from the run."""
     error = played.rollout_s / recorded.rollout_s - 1 if recorded.rollout_s else 0.0
+    pace = f"workers ran at {1 / slowdown:.0%} of their stated speed; " if slowdown > 1.005 else ""
     return (
-        f"replayed batches take {abs(error):.1%} {'more' if error > 0 else 'less'} than recorded ones; "
+        f"{pace}replayed batches take {abs(error):.1%} {'more' if error > 0 else 'less'} than recorded ones; "
         "compare changes with 'replayed'"
     )
 

@@ -36,12 +36,15 @@ def run_what_if(
     recorded = Path(source).is_dir()
     if recorded and (names != [""] or seeds != 1):
         raise CommandError(f"{source}: a recorded run is replayed as it was: vary planner.policy instead of --policy")
+    slowdown = _slowdown(source) if recorded else 1.0
     rows: list[Row] = []
     for number, (name, values) in enumerate(itertools.product(names, grid), start=1):
         _progress(f"{number}/{len(names) * len(grid)}")
         label = ", ".join(f"{key}={value}" for key, value in values.items()) + (f", {name}" if name else "")
         chosen = [*overrides, *(f"{key}={value}" for key, value in values.items())]
-        rows.append(_replay(source, chosen, label) if recorded else _simulate(source, chosen, name, seeds, label))
+        rows.append(
+            _replay(source, chosen, label, slowdown) if recorded else _simulate(source, chosen, name, seeds, label)
+        )
     _progress("")
     if as_json:
         points = [{"set": dict(v), "policy": n or None} for n, v in itertools.product(names, grid)]
@@ -91,11 +94,17 @@ def _simulate(source: str, overrides: Sequence[str], policy: str, seeds: int, la
     return row_of(label, [simulate_one(scenario) for scenario in scenarios])
 
 
-def _replay(source: str, overrides: Sequence[str], label: str) -> Row:
+def _slowdown(source: str) -> float:
+    from pearl_rl.cli.replay import calibrated
+
+    return calibrated(Path(source))[0].slowdown
+
+
+def _replay(source: str, overrides: Sequence[str], label: str, slowdown: float) -> Row:
     from pearl_rl.cli.replay import replayed
     from pearl_rl.simulation.replay import read_recorded
 
-    return row_of(label, [replayed(read_recorded(Path(source), overrides), Recordings(None, None), label)])
+    return row_of(label, [replayed(read_recorded(Path(source), overrides, slowdown), Recordings(None, None), label)])
 
 
 def _progress(text: str) -> None:

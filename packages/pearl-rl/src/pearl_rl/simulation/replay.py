@@ -142,9 +142,11 @@ class Recorded:
     model_config: Mapping[str, Any]
     training_release_s: float
     training_resume_s: float
+    slowdown: float = 1.0
+    """Factor on the cost of iterations: an emulated device is slower than stated where its machine is busy."""
 
 
-def read_recorded(path: Path, overrides: Sequence[str] = ()) -> Recorded:
+def read_recorded(path: Path, overrides: Sequence[str] = (), slowdown: float = 1.0) -> Recorded:
     """The run in folder `path`, with `key=value` overrides of its settings.
 
     Raises `SettingsError` for a bad override, `CommandError` for a folder that holds no run of `pearl-rl train`.
@@ -173,6 +175,7 @@ def read_recorded(path: Path, overrides: Sequence[str] = ()) -> Recorded:
         model_config=_model_config(path, settings),
         training_release_s=release_s,
         training_resume_s=resume_s,
+        slowdown=slowdown,
     )
 
 
@@ -243,13 +246,13 @@ class ReplayedCluster(SimulatedCluster):
         self.kv_bytes = float(self._prior.kv_bytes_per_token)
         self.model = replace(find_model("qwen3-8b"), name=settings.model.path, kv_bytes_per_token=self.kv_bytes)
         self.parameters = self._parameters()
-        self.costs = self._costs()  # type: ignore[assignment]
+        self.costs = self._costs()
         self.limits = SimulatedEngineLimits(
             kv_tokens=settings.engine.kv_tokens,
             chunk_tokens=settings.engine.prefill_chunk_tokens,
             max_running=settings.engine.max_running,
             reserve_tokens=settings.rollout.max_new_tokens,
-            phase_switch_s=settings.device.phase_switch_s if settings.device.paced else 0.0,
+            phase_switch_s=settings.device.phase_switch_s * recorded.slowdown if settings.device.paced else 0.0,
         )
         self.workload = RecordedWorkload(_scripts(recorded))
         self.trace = ()
@@ -262,16 +265,19 @@ class ReplayedCluster(SimulatedCluster):
         )
 
     def _costs(self) -> PacedCosts:
-        device, fit = self._recorded.settings.device, self._recorded.platform
-        if device.paced:
-            return PacedCosts(device.decode_fixed_s, device.decode_per_sequence_s, device.prefill_per_token_s)
-        if fit is None:
+        stated: Any = self._recorded.settings.device
+        if not stated.paced:
+            stated = self._recorded.platform
+        if stated is None:
             raise CommandError(
                 f"{self._recorded.path}: was not paced, and ended before its telemetry was fitted to: "
                 "what its workers cost is not known",
                 ExitCode.INFEASIBLE,
             )
-        return PacedCosts(fit.decode_fixed_s, fit.decode_per_sequence_s, fit.prefill_per_token_s)
+        factor = self._recorded.slowdown
+        return PacedCosts(
+            stated.decode_fixed_s * factor, stated.decode_per_sequence_s * factor, stated.prefill_per_token_s * factor
+        )
 
     def _parameters(self) -> Parameters:
         recorded = self._recorded
