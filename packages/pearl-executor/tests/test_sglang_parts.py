@@ -3,6 +3,7 @@
 import json
 import struct
 from array import array
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -76,7 +77,7 @@ def test_an_answer_that_contradicts_itself_is_refused(bad, words):
 def test_tokens_are_taken_once_however_events_are_cut_and_repeated(tokens, cuts, repeats):
     answer = Answer()
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
-    for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (start, end) in enumerate(pairwise(edges)):
         answer.add(event(tokens[start:end], end))
         if number in repeats:
             assert answer.add(event(tokens[end - 1 : end], end)) is None

@@ -116,9 +116,17 @@ def test_ray_is_asked_for_only_where_the_job_runs_on_it(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["engine.kind=sglang"], "needs a Python that has SGLang"),
+        (["engine.kind=sglang"], "workers need a Python that has SGLang"),
         (["engine.kind=sglang", 'engine.sglang.interpreter=["python"]'], "cannot be paced; use device.paced=false"),
-        (['engine.sglang.variables=["NAME"]', "engine.kind=sglang"], "write it as NAME=VALUE"),
+        (
+            [
+                "device.paced=false",
+                'engine.sglang.interpreter=["python"]',
+                "engine.kind=sglang",
+                'engine.sglang.variables=["NAME"]',
+            ],
+            "write it as NAME=VALUE",
+        ),
     ],
 )
 def test_settings_of_sglang_that_contradict_each_other_are_refused(overrides, words):

@@ -232,12 +232,12 @@ def _sglang(settings: Settings) -> Iterator[Contradiction]:
     if not engine.sglang.interpreter:
         yield Contradiction(
             ("engine.sglang.interpreter", "engine.kind"),
-            'engine.kind="sglang" needs a Python that has SGLang: use engine.sglang.interpreter=["/path/to/python"]',
+            'workers need a Python that has SGLang; use engine.sglang.interpreter=["/path/to/python"]',
         )
     if settings.device.paced:
         yield Contradiction(
             ("device.paced", "engine.kind"),
-            'engine.kind="sglang" runs at the speed of its device and cannot be paced; use device.paced=false',
+            "SGLang runs at the speed of its device and cannot be paced; use device.paced=false",
         )
     if settings.cluster.runtime == "ray" and engine.sglang.weights != "disk":
         yield Contradiction(
