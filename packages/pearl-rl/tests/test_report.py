@@ -17,6 +17,7 @@ from pearl_rl.report.run_record import percentiles, read_run
 from pearl_rl.report.standalone import standalone_plots
 from pearl_rl.report.svg import Plot, number, ticks, time_ticks
 from pearl_rl.report.table_history import configuration_text, gpu_words, lanes, levels, snapshots
+from pearl_rl.report.thinning import buckets, means, sums
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.simulation.cluster import simulate
 from pearl_rl.simulation.scenario import load_scenario
@@ -322,3 +323,47 @@ def test_a_simulation_of_several_policies_has_one_page_and_keeps_its_records(tmp
     assert text.count('<article class="run">') == 2
     assert {path.name for path in kept.iterdir()} == {"rlboost-0", "pearl-0"}
     assert len(read_run(kept / "pearl-0").steps) == 3
+
+
+# ---- long runs ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 500), st.integers(1, 60))
+@settings(max_examples=40)
+def test_buckets_cover_everything_once(length, most):
+    parts = buckets(length, most)
+    assert len(parts) <= most
+    assert [index for part in parts for index in range(length)[part]] == list(range(length))
+
+
+def test_thinned_steps_keep_rates_and_extremes(run):
+    steps = [
+        {**run.steps[0], "step": n, "duration_s": 2.0, "staleness_max": n, "reward_mean": float(n)}
+        for n in range(1, 101)
+    ]
+    few, rates = means(steps, 10), sums(steps, 10)
+    assert len(few) == len(rates) == 10
+    assert (few[0]["step"], few[0]["reward_mean"], few[0]["staleness_max"]) == (10, 5.5, 10)
+    assert rates[0]["duration_s"] == 20.0
+    assert rates[0]["generated_tokens"] == 10 * steps[0]["generated_tokens"]
+    assert means(steps, 100) is steps
+
+
+def test_the_page_of_a_long_run_stays_small(run):
+    from dataclasses import replace
+
+    steps = [{**run.steps[n % 3], "step": n + 1, "now_s": 10.0 * (n + 1), "duration_s": 10.0} for n in range(4_000)]
+    latency = {n + 1: run.step_latency[1 + n % 3] for n in range(4_000)}
+    long = replace(
+        run,
+        steps=steps,
+        end_s=40_000.0,
+        decisions=list(run.decisions) * 300,
+        gates=list(run.gates) * 300,
+        step_latency=latency,
+    )
+    text = run_page(long)
+    Page(text)
+    assert len(text) < 6_000_000
+    assert text.count('<details class="decision"') == 400
+    assert f"The {len(long.decisions) - 400:,} earlier ones" in text

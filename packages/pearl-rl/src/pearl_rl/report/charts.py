@@ -9,10 +9,12 @@ from pearl_rl.presentation.words import seconds
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens, step_window
 from pearl_rl.report.svg import Plot, number
 from pearl_rl.report.table_history import Lane, Level, Span, role_letter
+from pearl_rl.report.thinning import means, sums
 
 Draw = Callable[[RunRecord, int], Plot | None]
 
 _MOST_LANES = 40
+_MOST_POINTS = 800
 _LANE_PX = 18
 
 
@@ -30,6 +32,16 @@ class Chart:
     """Whether its x axis is the run's clock, so that it takes part in the common cursor."""
 
 
+def _bars(width: int) -> int:
+    """How many bars can be told apart."""
+    return max(20, width // 4)
+
+
+def _apart(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Distance of two neighbours on the axis of steps."""
+    return float(steps[1]["step"] - steps[0]["step"]) if len(steps) > 1 else 1.0
+
+
 def _window(run: RunRecord) -> tuple[float, float]:
     return run.begin_s, max(run.end_s, run.begin_s + 1e-9)
 
@@ -38,7 +50,8 @@ def throughput(run: RunRecord, width: int) -> Plot | None:
     """Tokens per second of each step, over the GPUs that rollout had."""
     if not run.steps:
         return None
-    rates = [step_tokens(step) / step["duration_s"] if step["duration_s"] > 0 else 0.0 for step in run.steps]
+    steps = sums(run.steps, _MOST_POINTS)
+    rates = [step_tokens(step) / step["duration_s"] if step["duration_s"] > 0 else 0.0 for step in steps]
     top = max(rates) * 1.08 or 1.0
     gpus = max((level.gpus for level in run.levels), default=0)
     plot = Plot(width, 250, _window(run), (0.0, top), "throughput over time over the GPU budget", top=24)
@@ -51,7 +64,7 @@ def throughput(run: RunRecord, width: int) -> Plot | None:
     plot.y_axis("tokens/s")
     plot.time_axis()
     points: list[tuple[float, float]] = []
-    for step, rate in zip(run.steps, rates, strict=True):
+    for step, rate in zip(steps, rates, strict=True):
         begin_s, end_s = step_window(step)
         points += [(begin_s, rate), (end_s, rate)]
     plot.line(points, "ink")
@@ -146,15 +159,16 @@ def step_times(run: RunRecord, width: int) -> Plot | None:
     """Measured makespan of each batch with what was predicted for it."""
     if not run.steps:
         return None
-    predicted = [(s["step"], s["predicted_rollout_s"]) for s in run.steps if s["predicted_rollout_s"] is not None]
-    actual = [(s["step"], s["rollout_s"]) for s in run.steps]
+    steps = means(run.steps, _bars(width))
+    predicted = [(s["step"], s["predicted_rollout_s"]) for s in steps if s["predicted_rollout_s"] is not None]
+    actual = [(s["step"], s["rollout_s"]) for s in steps]
     top = max(y for _, y in [*actual, *predicted]) * 1.1 or 1.0
     plot = Plot(width, 220, _steps_axis(run), (0.0, top), "predicted and measured makespan of each step", top=24)
     plot.y_axis("seconds")
     plot.x_axis("step")
     plot.line(predicted, "predicted", dots=True)
     plot.line(actual, "ink", dots=True)
-    for step in run.steps:
+    for step in steps:
         foreseen = step["predicted_rollout_s"]
         words = "nothing predicted" if foreseen is None else f"predicted {seconds(foreseen)}"
         tip = f"step {step['step']}: {seconds(step['rollout_s'])}, {words}, {step['configuration'] or 'changing'}"
@@ -170,9 +184,11 @@ def reward(run: RunRecord, width: int) -> Plot | None:
     """Mean reward of each step with a moving mean of ten; a simulation learns nothing."""
     if not run.steps or run.simulated:
         return None
-    points = [(step["step"], step["reward_mean"]) for step in run.steps]
+    every = [step["reward_mean"] for step in run.steps]
+    ten = {step["step"]: fmean(every[max(0, i - 9) : i + 1]) for i, step in enumerate(run.steps)}
+    points = [(step["step"], step["reward_mean"]) for step in means(run.steps, _bars(width))]
     values = [value for _, value in points]
-    smooth = [(n, fmean(values[max(0, i - 9) : i + 1])) for i, (n, _) in enumerate(points)]
+    smooth = [(n, ten[n]) for n, _ in points]
     low, high = min(values), max(values)
     room = (high - low) * 0.1 or 0.1
     plot = Plot(width, 200, _steps_axis(run), (low - room, high + room), "mean reward of each step", top=24)
@@ -185,7 +201,7 @@ def reward(run: RunRecord, width: int) -> Plot | None:
 
 def gates(run: RunRecord, width: int) -> Plot | None:
     """Benefit and cost of every verdict of eq. (7)."""
-    shown = [gate for gate in run.gates if not gate.first]
+    shown = [gate for gate in run.gates if not gate.first][-_bars(width) :]
     if not shown:
         return None
     values = [value for gate in shown for value in (gate.benefit_s, gate.toggle_s)]
@@ -221,13 +237,15 @@ def staleness(run: RunRecord, width: int) -> Plot | None:
     plot = Plot(width, 180, _steps_axis(run), (0.0, top), "age of trajectories at use, in weight versions", top=24)
     plot.y_axis("versions")
     plot.x_axis("step")
-    for step in run.steps:
+    steps = means(run.steps, _bars(width))
+    half = 0.4 * _apart(steps)
+    for step in steps:
         n = step["step"]
         flight, queue = step["staleness_in_flight_mean"], step["staleness_in_queue_mean"]
         tip = f"step {n}: mean age {number(step['staleness_mean'])}, oldest {step['staleness_max']}"
-        plot.bar(n - 0.4, n + 0.4, 0.0, flight, "decode", tip)
-        plot.bar(n - 0.4, n + 0.4, flight, flight + queue, "queue", tip)
-    plot.line([(step["step"], step["staleness_max"]) for step in run.steps], "cost")
+        plot.bar(n - half, n + half, 0.0, flight, "decode", tip)
+        plot.bar(n - half, n + half, flight, flight + queue, "queue", tip)
+    plot.line([(step["step"], step["staleness_max"]) for step in steps], "cost")
     return plot
 
 
@@ -244,18 +262,19 @@ def latency(run: RunRecord, width: int) -> Plot | None:
     """What a turn's time is made of, mean of each step."""
     if not run.step_latency:
         return None
-    means = sorted(run.step_latency.items())
-    top = max(sum(parts.values()) for _, parts in means) * 1.08 or 1.0
-    axis = (means[0][0] - 0.5, means[-1][0] + 0.5)
+    rows = means([{"step": step, **parts} for step, parts in sorted(run.step_latency.items())], _bars(width))
+    top = max(sum(row[part] for part in PARTS) for row in rows) * 1.08 or 1.0
+    axis = (min(run.step_latency) - 0.5, max(run.step_latency) + 0.5)
+    half = 0.42 * _apart(rows)
     plot = Plot(width, 220, axis, (0.0, top), "parts of a turn's time, mean of each step", top=24)
     plot.y_axis("seconds a turn")
     plot.x_axis("step")
-    for step, parts in means:
-        low = 0.0
-        tip = f"step {step}: " + ", ".join(f"{part} {seconds(parts[part])}" for part in PARTS)
+    for row in rows:
+        step, low = row["step"], 0.0
+        tip = f"step {step}: " + ", ".join(f"{part} {seconds(row[part])}" for part in PARTS)
         for part in PARTS:
-            plot.bar(step - 0.42, step + 0.42, low, low + parts[part], part, tip)
-            low += parts[part]
+            plot.bar(step - half, step + half, low, low + row[part], part, tip)
+            low += row[part]
     return plot
 
 
@@ -263,16 +282,18 @@ def step_parts(run: RunRecord, width: int) -> Plot | None:
     """Where each step's time went: rollout, waiting for GPUs, training, the rest."""
     if not run.steps:
         return None
-    rows = [step_shares(step) for step in run.steps]
+    steps = means(run.steps, _bars(width))
+    half = 0.42 * _apart(steps)
+    rows = [step_shares(step) for step in steps]
     top = max(sum(row.values()) for row in rows) * 1.08 or 1.0
     plot = Plot(width, 200, _steps_axis(run), (0.0, top), "where the time of each step went", top=24)
     plot.y_axis("seconds a step")
     plot.x_axis("step")
-    for step, row in zip(run.steps, rows, strict=True):
+    for step, row in zip(steps, rows, strict=True):
         n, low = step["step"], 0.0
         tip = f"step {n}: " + ", ".join(f"{name} {seconds(value)}" for name, value in row.items())
         for css, value in row.items():
-            plot.bar(n - 0.42, n + 0.42, low, low + value, css, tip)
+            plot.bar(n - half, n + half, low, low + value, css, tip)
             low += value
     return plot
 

@@ -12,10 +12,13 @@ from pearl_rl.report.charts import CHARTS, Chart, staleness_histogram
 from pearl_rl.report.diagnosis import diagnose
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens
 from pearl_rl.report.svg import number
+from pearl_rl.report.thinning import sums
 from pearl_state.decision import Reason
 
 WIDE, NARROW = 1080, 346
 """Widths of the plots, pixels: one is shown, by the width of the window."""
+
+_MOST_DECISIONS, _MOST_STEPS = 400, 2000
 
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
@@ -210,16 +213,19 @@ def _table(head: str, rows: str) -> str:
 
 
 def _decisions(run: RunRecord) -> str:
-    items = "".join(_decision(line) for line in run.decisions)
+    items = "".join(_decision(line) for line in run.decisions[-_MOST_DECISIONS:])
     if not items:
         return ""
+    earlier = len(run.decisions) - _MOST_DECISIONS
+    note = f" The {earlier:,} earlier ones are in decisions.jsonl." if earlier > 0 else ""
     buttons = "".join(
         f'<button type="button" data-filter="{key}" aria-pressed="{str(key == "all").lower()}">{words}</button>'
         for key, words in (("all", "all"), ("switch", "changes only"), ("stay", "kept only"))
     )
     return (
         '<section class="decisions"><h2>Decisions</h2>'
-        "<p>What was chosen and why; open one for the candidates that lost. Keys: j and k go on and back.</p>"
+        "<p>What was chosen and why; open one for the candidates that lost. Keys: j and k go on and back."
+        f"{note}</p>"
         f'<div class="controls">{buttons}<label>find <input type="search" class="find" '
         'placeholder="2P3D, ProfileRefitted, …"></label><span class="count" aria-live="polite"></span></div>'
         f'<div class="list">{items}</div></section>'
@@ -344,7 +350,7 @@ def _data(run: RunRecord) -> str:
             "borrowed": step["borrowed"],
             "age": step["staleness_mean"],
         }
-        for step in run.steps
+        for step in sums(run.steps, _MOST_STEPS)
     ]
     return f'<script type="application/json" class="data">{script_json({"steps": steps})}</script>'
 

@@ -133,11 +133,22 @@ class Plot:
         if not edges:
             return
         upper, lower = [], []
+        edges = self._apart(edges)
         for (x, low, high), following in zip(edges, [*edges[1:], (end, 0.0, 0.0)], strict=True):
             a, b = self.px(x), self.px(max(x, following[0]))
             upper.append(f"{a:.1f},{self.py(high):.1f} {b:.1f},{self.py(high):.1f}")
             lower.append(f"{b:.1f},{self.py(low):.1f} {a:.1f},{self.py(low):.1f}")
         self.parts.append(f'<polygon class="fill {css}" points="{" ".join(upper)} {" ".join(reversed(lower))}"/>')
+
+    def _apart(self, edges: Sequence[tuple[float, float, float]]) -> Sequence[tuple[float, float, float]]:
+        """Without those that end where they begin, to the half pixel."""
+        kept = [edges[0]]
+        for edge in edges[1:]:
+            if self.px(edge[0]) - self.px(kept[-1][0]) < 0.5:
+                kept[-1] = (kept[-1][0], edge[1], edge[2])
+            else:
+                kept.append(edge)
+        return kept
 
     def bar(self, x0: float, x1: float, y0: float, y1: float, css: str, title: str = "") -> None:
         """A rectangle in data coordinates; `title` is its tooltip."""
