@@ -22,6 +22,7 @@ from pearl_rl.rollout.buffer import (
     summarize_staleness,
 )
 from pearl_rl.rollout.counts import BufferCounts
+from pearl_rl.rollout.diagnosis import diagnose
 from pearl_rl.rollout.environments.protocol import TaskSource
 from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected
 from pearl_rl.rollout.lifecycle import LifecycleTrace
@@ -269,9 +270,10 @@ class PipelineScheduler:
         except TimeoutError as error:
             if not limit.expired():
                 raise
+            found = diagnose(self._router.observe())
             raise RolloutTimeoutError(
                 f"step {step}: {batch.remaining} of {settings.batch} trajectories are not complete after "
-                f"{settings.batch_s:g} s; requests on workers: {sum(self._router.loads().values()):g}"
+                f"{settings.batch_s:g} s: {found.cause}, for the {found.duty} to mend; {found.words}"
             ) from error
         self._finish(batch)
         if not self._training and self._batches.empty() and not self._buffer.stale(self._version):

@@ -21,6 +21,7 @@ from pearl_executor.ports import (
 )
 from pearl_rl.rollout.attempt import Attempt, ContractError, Ending, Progress
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError, ModelCall, TurnResult
+from pearl_rl.rollout.diagnosis import Observation
 from pearl_rl.rollout.in_flight import InFlight, resolve
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.serving import Home, Route, ServingLimits, ServingSet, Slot, WorkerLoad
@@ -113,6 +114,19 @@ class Router:
     def worker_loads(self) -> dict[WorkerId, WorkerLoad]:
         """What each worker has to do now, and which cached prefixes would be lost with it."""
         return self._serving.loads()
+
+    def observe(self) -> Observation:
+        """What a diagnosis needs of this moment."""
+        table = self.table
+        return Observation(
+            serving=len(table.active()),
+            draining=len([id_ for id_ in table.where(Lifecycle.DRAINING) if id_ not in table.training()]),
+            pending_weights=len(table.where(Lifecycle.STARTING, Lifecycle.PENDING_WEIGHTS)),
+            in_flight=self._meter.in_flight,
+            waiting=len(self._waiters),
+            timeouts=self.statistics.given_up + self.statistics.stalled,
+            running=len(self._in_flight),
+        )
 
     def take_borrowed(self) -> bool:
         """Whether a worker on training GPUs served since the last call of this method."""
