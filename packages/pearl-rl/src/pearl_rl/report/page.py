@@ -70,10 +70,7 @@ def body(run: RunRecord) -> str:
             _tiles(run),
             _diagnosis(run),
             '<div class="readout" aria-live="polite" hidden></div>',
-            *(_chart(run, chart) for chart in CHARTS if not (run.simulated and chart.key == "reward")),
-            _borrowing(run),
-            _histogram(run),
-            _latency_table(run),
+            *(_part(run, chart) for chart in CHARTS if not (run.simulated and chart.key == "reward")),
             _decisions(run),
             _settings(run),
             _data(run),
@@ -141,6 +138,13 @@ def _diagnosis(run: RunRecord) -> str:
         f'<li class="{finding.level}"><b>{finding.level}</b> {escape(finding.text)}</li>' for finding in diagnose(run)
     )
     return f'<section><h2>Diagnosis</h2><ul class="findings">{items}</ul></section>'
+
+
+def _part(run: RunRecord, chart: Chart) -> str:
+    """A plot with the table that belongs to it."""
+    tables = {"borrow": _borrowing, "staleness": _histogram, "latency": _latency_table}
+    table = tables.get(chart.key)
+    return _chart(run, chart) + (table(run) if table is not None else "")
 
 
 def _chart(run: RunRecord, chart: Chart) -> str:
