@@ -22,7 +22,7 @@ from pearl_rl.rollout.buffer import (
     summarize_staleness,
 )
 from pearl_rl.rollout.counts import BufferCounts
-from pearl_rl.rollout.diagnosis import diagnose
+from pearl_rl.rollout.diagnosis import Observation, diagnose
 from pearl_rl.rollout.environments.protocol import TaskSource
 from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected
 from pearl_rl.rollout.lifecycle import LifecycleTrace
@@ -264,17 +264,22 @@ class PipelineScheduler:
         self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=settings.batch))
         if remaining < settings.batch:
             self._post(RolloutProgressed(now_s=batch.began_s, step=step, remaining=remaining))
+        # Looked at before the limit cancels everything: afterwards nothing is under way any more.
+        seen: list[Observation] = []
+        look = asyncio.get_running_loop().call_later(settings.batch_s, lambda: seen.append(self._router.observe()))
         try:
             async with asyncio.timeout(settings.batch_s) as limit:
                 await self._rollout.play(settings.groups_per_step, batch, step)
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            found = diagnose(self._router.observe())
+            found = diagnose(seen[0] if seen else self._router.observe())
             raise RolloutTimeoutError(
                 f"step {step}: {batch.remaining} of {settings.batch} trajectories are not complete after "
                 f"{settings.batch_s:g} s: {found.cause}, for the {found.duty} to mend; {found.words}"
             ) from error
+        finally:
+            look.cancel()
         self._finish(batch)
         if not self._training and self._batches.empty() and not self._buffer.stale(self._version):
             # Training is idle: it wants its GPUs before the next batch is dispatched to workers on them.
