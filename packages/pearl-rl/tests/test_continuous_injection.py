@@ -12,14 +12,20 @@ from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 
 @cache
-def run(policy: str, staleness: int, injection: str = "") -> SimulationResult:
+def run(policy: str, staleness: int, injection: str = "", patience: float = 0.0) -> SimulationResult:
     return simulate(
         scenario_from(
             {
                 "name": "small",
                 "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
                 "availability": {"trace": "none"},
-                "rollout": {"batch": 16, "group_size": 4, "max_staleness": staleness, "injection": injection},
+                "rollout": {
+                    "batch": 16,
+                    "group_size": 4,
+                    "max_staleness": staleness,
+                    "injection": injection,
+                    "straggler_patience": patience,
+                },
                 "workload": {"max_turns": 16, "max_context_tokens": 8192},
                 "policy": {"name": policy},
                 "run": {"steps": 5},
@@ -58,9 +64,45 @@ def test_a_group_is_due_when_one_more_version_would_make_a_sample_of_it_too_old(
     buffer.dispatch(GroupId("b"), TrajectoryId("t3"), 2)
     assert [buffer.due(version) for version in (0, 1, 2, 3)] == [0, 1, 1, 2]
     for id_, version in (("t1", 0), ("t2", 2)):
-        done = Trajectory(
-            id=TrajectoryId(id_), group=GroupId("a"), task="", turns=(), reward=0.0,
-            dispatch_version=version, started_s=0.0, finished_s=0.0,
-        )  # fmt: skip
-        buffer.complete(done, 2)
+        buffer.complete(sample(id_, "a", version), 2)
     assert [buffer.due(version) for version in (1, 2, 3)] == [0, 0, 1]
+
+
+def test_stragglers_are_given_up_only_where_patience_has_an_end_and_are_counted() -> None:
+    waits, hurries = run("pearl+tiderl", 1), run("pearl+tiderl", 1, patience=0.05)
+    assert waits.counts.dropped_trajectories == 0
+    assert hurries.counts.dropped_trajectories > 0
+    assert 0 < hurries.dropped_fraction < 0.25
+    assert hurries.counts.lost_trajectories == 0
+    assert hurries.elapsed_s < waits.elapsed_s
+    assert max(step.staleness_max for step in hurries.steps) <= 1
+    assert sum(step.trajectories for step in hurries.steps) == 80 - hurries.counts.dropped_trajectories
+
+
+def test_a_group_goes_on_without_the_samples_that_it_would_wait_too_long_for() -> None:
+    buffer = GroupBuffer(StalenessBound(max_staleness=1, batch=6), group_size=3, max_refills_per_group=1)
+    for group in ("a", "b"):
+        buffer.open(GroupId(group))
+        for number in range(3):
+            buffer.dispatch(GroupId(group), TrajectoryId(f"{group}{number}"), 0)
+    for id_ in ("a0", "a1", "b0"):
+        buffer.complete(sample(id_, id_[0]), 0)
+    assert buffer.give_up_due(0) == []
+    # A group of one sample says nothing about which is better: it waits on.
+    assert buffer.give_up_due(1) == [(GroupId("a"), TrajectoryId("a2"))]
+    assert (buffer.ready(), buffer.due(1)) == (1, 1)
+    assert len(buffer.take(1, 1)) == 2
+    assert (buffer.counts.dropped, buffer.counts.in_flight, buffer.counts.lost) == (1, 2, 0)
+
+
+def sample(id_: str, group: str, version: int = 0) -> Trajectory:
+    return Trajectory(
+        id=TrajectoryId(id_),
+        group=GroupId(group),
+        task="",
+        turns=(),
+        reward=0.0,
+        dispatch_version=version,
+        started_s=0.0,
+        finished_s=0.0,
+    )

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,6 +92,8 @@ class BatchRollout:
         self._note = note
         self._open: dict[GroupId, Task] = {}
         self._resumed: dict[GroupId, OpenGroup] = {}
+        self._playing: dict[TrajectoryId, asyncio.Task[object]] = {}
+        self._given_up: set[asyncio.Task[object]] = set()
         self.failures: Counter[str] = Counter()
         """Why samples were dispatched again → how often."""
 
@@ -114,27 +116,40 @@ class BatchRollout:
 
         Raises `RefillsExhaustedError`, `UnplayableTasksError`, and whatever a bug in an agent raises.
         """
-        before = [id_ for id_, group in self._resumed.items() if group.step == step]
-        again = [self._group(listener, step, id_) for id_ in before]
+        before = {id_: group for id_, group in self._resumed.items() if group.step == step}
+        for id_ in before:
+            del self._resumed[id_]
+        again = [self._group(listener, step, id_, group) for id_, group in before.items()]
         await _together([*again, *(self._group(listener, step) for _ in range(groups - len(before)))])
 
     async def refill(self, groups: Sequence[GroupId], listener: BatchListener) -> None:
         """Dispatch one more sample for each entry and return once all are complete."""
         await _together([self._sample(group, listener) for group in groups])
 
+    def give_up(self, samples: Iterable[tuple[GroupId, TrajectoryId]]) -> None:
+        """End samples that the buffer dropped; their groups wait for them no more."""
+        for group, trajectory in samples:
+            self._note(SampleFailed(group=group, trajectory=trajectory))
+            player = self._playing.pop(trajectory, None)
+            if player is not None:
+                self._given_up.add(player)
+                player.cancel()
+
     def forget(self, group: GroupId) -> None:
         """A group was used: nothing more is dispatched for it."""
         self._open.pop(group, None)
 
-    async def _group(self, listener: BatchListener, step: int, group: GroupId | None = None) -> None:
+    async def _group(
+        self, listener: BatchListener, step: int, group: GroupId | None = None, resumed: OpenGroup | None = None
+    ) -> None:
         """Play a group to its end, one from before where `group` names it; another task where it cannot be played."""
         cause: Exception | None = None
         for _ in range(self._limits.max_dropped_groups + 1):
             if group is None:
                 group = self._begin(step)
-            before = self._resumed.pop(group, None) or OpenGroup(step=step, number=0)
+            before, resumed = resumed or OpenGroup(step=step, number=0), None
             missing = self._size - len(before.complete) - len(before.outstanding)
-            samples = [self._sample(group, listener, resumed) for resumed in before.outstanding.items()]
+            samples = [self._sample(group, listener, sample) for sample in before.outstanding.items()]
             try:
                 await _together([*samples, *(self._sample(group, listener) for _ in range(missing))])
             except _UnplayableTask as error:
@@ -161,6 +176,19 @@ class BatchRollout:
     async def _sample(
         self, group: GroupId, listener: BatchListener, resumed: tuple[TrajectoryId, OpenSample] | None = None
     ) -> None:
+        """As `_play_sample`; returns without one where it is given up."""
+        task = _this_task()
+        try:
+            await self._play_sample(group, listener, resumed)
+        except asyncio.CancelledError:
+            if task not in self._given_up or task.uncancel():
+                raise
+        finally:
+            self._given_up.discard(task)
+
+    async def _play_sample(
+        self, group: GroupId, listener: BatchListener, resumed: tuple[TrajectoryId, OpenSample] | None = None
+    ) -> None:
         """Play one sample of a group until one comes back, beginning with the one `resumed` where there is one."""
         while True:
             episode, turns = self._dispatch(group) if resumed is None else self._again(group, *resumed)
@@ -169,6 +197,7 @@ class BatchRollout:
             if self._lifecycle is not None:
                 self._lifecycle.sampled(episode.trajectory, group, task_kind(episode.task.id))
             accepted: bool | None = None
+            self._playing[episode.trajectory] = _this_task()
             try:
                 trajectory = await self._agent.run(episode, Replay(self._router.generate, turns, self._note))
             except (GenerationFailedError, EnvironmentFailure) as error:
@@ -188,6 +217,7 @@ class BatchRollout:
                 listener.completed(trajectory)
                 return
             finally:
+                self._playing.pop(episode.trajectory, None)
                 self._router.end(episode.trajectory)
                 if self._lifecycle is not None:
                     self._lifecycle.ended(episode.trajectory, accepted=accepted)
@@ -222,6 +252,12 @@ class BatchRollout:
         self._note(SampleFailed(group=episode.group, trajectory=episode.trajectory))
         failures = self._buffer.failed(episode.group, episode.trajectory, f"{type(error).__name__}: {error}")
         return min(self._limits.pause_s * 2.0 ** (failures - 1), self._limits.max_pause_s)
+
+
+def _this_task() -> "asyncio.Task[object]":
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 async def _together(plays: Sequence[Coroutine[Any, Any, None]]) -> None:

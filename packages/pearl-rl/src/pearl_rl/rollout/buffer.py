@@ -8,6 +8,7 @@ infrastructure failed is dispatched again alone: its group is kept, and it never
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from pearl_rl.rollout.counts import BufferCounts
 from pearl_rl.rollout.ledger import OpenGroup
@@ -63,8 +64,13 @@ class UsedSample:
         return self.in_flight + self.in_queue
 
 
+_LEAST_SAMPLES: Final = 2
+
+
 @dataclass(slots=True, eq=False)
 class _Group:
+    size: int
+    """Samples that make it complete."""
     outstanding: dict[TrajectoryId, int] = field(default_factory=dict[TrajectoryId, int])
     """Sample → trainer's version at its dispatch."""
     complete: list[tuple[Trajectory, int]] = field(default_factory=list[tuple[Trajectory, int]])
@@ -97,6 +103,7 @@ class GroupBuffer:
         self.counts = replace(counts)
         for id_, group in groups.items():
             self._groups[id_] = _Group(
+                self._size,
                 outstanding={trajectory: sample.version for trajectory, sample in group.outstanding.items()},
                 complete=[(sample.trajectory, sample.version) for sample in group.complete],
                 failures=group.failures,
@@ -106,13 +113,13 @@ class GroupBuffer:
         """Begin a group."""
         if group in self._groups:
             raise ValueError(f"group {group} is open already")
-        self._groups[group] = _Group()
+        self._groups[group] = _Group(self._size)
 
     def dispatch(self, group: GroupId, trajectory: TrajectoryId, version: int) -> None:
         """Stamp a sample with the trainer's `version`. Raises `ValueError` where the group needs no further one."""
         state = self._groups[group]
-        if len(state.outstanding) + len(state.complete) >= self._size:
-            raise ValueError(f"group {group} has all its {self._size} samples; {trajectory} would be one too many")
+        if len(state.outstanding) + len(state.complete) >= state.size:
+            raise ValueError(f"group {group} has all its {state.size} samples; {trajectory} would be one too many")
         state.outstanding[trajectory] = version
         self.counts.dispatched += 1
         self.counts.in_flight += 1
@@ -128,7 +135,7 @@ class GroupBuffer:
         state.complete.append((trajectory, version))
         self.counts.in_flight -= 1
         self.counts.buffered += 1
-        return len(state.complete) == self._size
+        return len(state.complete) == state.size
 
     def failed(self, group: GroupId, trajectory: TrajectoryId, cause: str) -> int:
         """Drop a sample that the infrastructure failed; dispatch another one in its place.
@@ -184,26 +191,41 @@ class GroupBuffer:
 
     def ready(self) -> int:
         """How many groups are complete."""
-        return sum(len(state.complete) == self._size for state in self._groups.values())
+        return sum(len(state.complete) == state.size for state in self._groups.values())
 
     def due(self, version: int) -> int:
         """How many incomplete groups hold a sample that would be too old after one more version of the trainer."""
+        return sum(self._is_due(state, version) for state in self._groups.values())
+
+    def _is_due(self, state: _Group, version: int) -> bool:
         oldest = version - self._bound.max_staleness
-        return sum(
-            len(state.complete) < self._size
-            and (
-                any(stamp <= oldest for stamp in state.outstanding.values())
-                or any(trajectory.dispatch_version <= oldest for trajectory, _ in state.complete)
-            )
-            for state in self._groups.values()
+        return len(state.complete) < state.size and (
+            any(stamp <= oldest for stamp in state.outstanding.values())
+            or any(trajectory.dispatch_version <= oldest for trajectory, _ in state.complete)
         )
+
+    def give_up_due(self, version: int) -> list[tuple[GroupId, TrajectoryId]]:
+        """Drop the samples that the groups of `due` still wait for; those groups are complete without them.
+
+        A group that has fewer than two samples then says nothing about which is better: it stays as it is. Returns
+        what was dropped.
+        """
+        dropped: list[tuple[GroupId, TrajectoryId]] = []
+        for id_, state in self._groups.items():
+            if self._is_due(state, version) and len(state.complete) >= _LEAST_SAMPLES:
+                dropped += [(id_, trajectory) for trajectory in state.outstanding]
+                state.size = len(state.complete)
+                state.outstanding.clear()
+        self.counts.in_flight -= len(dropped)
+        self.counts.dropped += len(dropped)
+        return dropped
 
     def take(self, groups: int, version: int) -> list[UsedSample]:
         """The samples of the first `groups` complete groups, for an update of the trainer that now has `version`.
 
         Raises `LookupError` where there are fewer, `ValueError` for a sample that is too old (see `reject_stale`).
         """
-        chosen = [id_ for id_, state in self._groups.items() if len(state.complete) == self._size][:groups]
+        chosen = [id_ for id_, state in self._groups.items() if len(state.complete) == state.size][:groups]
         if len(chosen) < groups:
             raise LookupError(f"{len(chosen)} groups are complete, {groups} are wanted")
         samples: list[UsedSample] = []

@@ -3,16 +3,24 @@
 Most of a batch's makespan is its tail: a few long trajectories while the workers are nearly idle. Here the next groups
 are dispatched beside the tail (TideRL sections 2.1 and 4.1), so up to η + 1 batches are under way. The trainer takes
 the groups that were dispatched first. Before an update would make a sample too old, it waits for that sample's group
-rather than throw it away: a step may wait for a straggler, but for one of η updates ago, not of its own batch.
+rather than throw it away: a step may wait for a straggler, but for one of η updates ago, not of its own batch. With
+`straggler_patience` it waits only so long, then gives up the samples that are missing and trains on their groups
+without them; they count as dropped.
 """
 
 import asyncio
+import math
+from collections import deque
 from functools import cached_property
+from statistics import fmean
+from typing import Final
 
 from pearl_rl.rollout.pipeline import Batch, PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings, RolloutTimeoutError
 from pearl_state.events import RolloutBegan, RolloutProgressed
 from pearl_state.trajectory import Trajectory
+
+_REMEMBERED_STEPS: Final = 8
 
 
 class ContinuousPipeline(PipelineScheduler):
@@ -25,6 +33,11 @@ class ContinuousPipeline(PipelineScheduler):
     """Groups that are not complete."""
 
     @cached_property
+    def _steps_s(self) -> deque[float]:
+        """How long the last steps' rollouts took."""
+        return deque(maxlen=_REMEMBERED_STEPS)
+
+    @cached_property
     def _news(self) -> asyncio.Event:
         return asyncio.Event()
 
@@ -34,7 +47,11 @@ class ContinuousPipeline(PipelineScheduler):
         groups = (settings.steps - settings.completed_steps) * settings.groups_per_step
         try:
             async with asyncio.TaskGroup() as plays:
-                for number in range(groups):
+                before = self._rollout.begun(0)
+                if before:
+                    self._under_way += before
+                    plays.create_task(self._play_groups(before))
+                for number in range(before, groups):
                     # (η + v + 1) batches may have been dispatched by version v, counted from the start.
                     while number >= (settings.max_staleness + self._version - first + 1) * settings.groups_per_step:
                         if self._over():
@@ -43,15 +60,15 @@ class ContinuousPipeline(PipelineScheduler):
                     if self._over():
                         break
                     self._under_way += 1
-                    plays.create_task(self._play_group())
+                    plays.create_task(self._play_groups(1))
                 self._injected = True
                 self._wake()
         finally:
             self._injected = True
 
-    async def _play_group(self) -> None:
-        await self._rollout.play(1, self)
-        self._under_way -= 1
+    async def _play_groups(self, count: int) -> None:
+        await self._rollout.play(count, self)
+        self._under_way -= count
         self._wake()
 
     # ---- as a BatchListener -----------------------------------------------------------------------------------------
@@ -75,6 +92,7 @@ class ContinuousPipeline(PipelineScheduler):
         batch = self._begin(settings.completed_steps + 1)
         while await self._ready(batch):
             self._finish(batch)
+            self._steps_s.append(batch.makespan_s)
             self._request_training(batch)
             following = self._begin(batch.step + 1) if batch.step < settings.steps else None
             await self._step(batch)
@@ -90,6 +108,7 @@ class ContinuousPipeline(PipelineScheduler):
     async def _ready(self, batch: Batch) -> bool:
         """Return once a batch is ready and no sample under way would be made too old by it; False where none comes."""
         settings = self._settings
+        patience: asyncio.TimerHandle | None = None
         try:
             async with asyncio.timeout(settings.batch_s) as limit:
                 while True:
@@ -98,6 +117,9 @@ class ContinuousPipeline(PipelineScheduler):
                         return True
                     if self._injected and not self._under_way and not enough:
                         return False
+                    if enough and patience is None and self._steps_s and settings.straggler_patience < math.inf:
+                        wait_s = settings.straggler_patience * fmean(self._steps_s)
+                        patience = asyncio.get_running_loop().call_later(wait_s, self._give_up)
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError as error:
@@ -108,6 +130,14 @@ class ContinuousPipeline(PipelineScheduler):
                 f"{settings.batch_s:g} s, {self._buffer.due(self._version)} of those missing are as old as they may "
                 f"be; requests on workers: {sum(self._router.loads().values()):g}"
             ) from error
+        finally:
+            if patience is not None:
+                patience.cancel()
+
+    def _give_up(self) -> None:
+        """Nobody waits any longer for what is as old as it may be."""
+        self._rollout.give_up(self._buffer.give_up_due(self._version))
+        self._wake()
 
     def _wake(self) -> None:
         super()._wake()

@@ -47,6 +47,9 @@ class PipelineSettings:
     max_staleness: int = 1
     """Most weight versions between dispatch and use; 0 makes rollout wait for each update."""
     injection: Injection = Injection.BATCH
+    straggler_patience: float = math.inf
+    """With continuous injection: how many mean step times an update waits for samples that it would make too old,
+    before it gives them up and trains on the rest of their groups. Infinity: nothing is ever given up."""
     seed: int = 0
     wall_limit_s: float = math.inf
     """No batch begins after this many seconds; the one under way is finished and trained on."""

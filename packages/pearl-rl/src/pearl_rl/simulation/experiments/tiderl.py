@@ -145,8 +145,8 @@ def part_job(name: str, steps: int) -> LoopJob:
         LoopSettings(
             gpus=4,
             rollout=2,
-            groups=16,
-            evaluation_tasks=128,
+            groups=32,
+            evaluation_tasks=256,
             evaluate_every=1000,
             steps=steps,
             pipelining=place >= 1,
