@@ -128,7 +128,7 @@ def test_a_profile_is_calibrated_once_a_b_and_t_prefill_are_measured():
     rng = np.random.default_rng(0)
     fit = fit_platform(decode=decode_samples(0.02, 0.001, rng), prefill=[PrefillSample(100, 0.02)] * 20, prior=PRIOR)
     assert fit.calibrated
-    assert set(fit.refused) == {"transfer_bytes_per_s", "handover_s"}
+    assert set(fit.refused) == {"prefill_fixed_s", "transfer_bytes_per_s", "handover_s"}
 
 
 @pytest.mark.parametrize(
@@ -317,3 +317,48 @@ def test_the_clipped_mean_is_the_mean_of_tame_values():
     tame = np.array([1.0, 2.0, 3.0, 9.0])
     assert clipped_mean(tame) == tame.mean()
     assert clipped_mean(np.full(5, 7.0)) == 7.0
+
+
+def test_contexts_that_grow_while_the_batch_thins_out_do_not_pass_for_a_fixed_cost():
+    """12 ms, 0.1 ms a sequence and 40 ns for each token of its context; the fewer are left, the longer they are."""
+    samples = [
+        DecodeSample(n, 4, 4 * (0.012 + n * (1e-4 + 4e-8 * context)), context)
+        for n in range(1, 33)
+        for context in (400.0 * (40 - n), 500.0 * (40 - n))
+    ]
+    mean = sum(s.sequences * s.context_tokens for s in samples) / sum(s.sequences for s in samples)
+    fit = fit_platform(decode=samples, prior=PRIOR)
+    assert fit.profile.decode_fixed_s == pytest.approx(0.012, rel=1e-3)
+    assert fit.profile.decode_per_sequence_s == pytest.approx(1e-4 + 4e-8 * mean, rel=1e-3)
+    blind = fit_platform(decode=[replace(s, context_tokens=0.0) for s in samples], prior=PRIOR)
+    assert blind.profile.decode_per_sequence_s < 0.7 * fit.profile.decode_per_sequence_s
+    # Contexts that cost nothing, or all alike: the line over the number of sequences says it all.
+    plain = fit_platform(decode=[DecodeSample(n, 1, 0.02 + 0.001 * n, 100.0) for n in range(1, 20)], prior=PRIOR)
+    assert plain.profile.decode_fixed_s == pytest.approx(0.02)
+    assert plain.profile.decode_per_sequence_s == pytest.approx(0.001)
+
+
+def test_what_a_prefill_iteration_costs_however_small_is_told_apart():
+    sizes = [64, 128, 256, 512, 1024, 2048] * 4
+    fit = fit_platform(prefill=[PrefillSample(n, 0.03 + 2e-5 * n) for n in sizes], prior=PRIOR)
+    assert fit.profile.prefill_fixed_s == pytest.approx(0.03)
+    assert fit.profile.prefill_marginal_s == pytest.approx(2e-5)
+    assert fit.profile.prefill_per_token_s > 2e-5
+    alike = fit_platform(prefill=[PrefillSample(512, 0.04)] * 20, prior=PRIOR)
+    assert alike.profile.prefill_fixed_s == 0.0
+    assert "distinct prefill sizes" in alike.refused["prefill_fixed_s"]
+
+
+def test_a_mode_that_no_step_shows_leaves_over_half_of_what_the_other_one_does():
+    workload = WorkloadProfile(batch=8, turns=10, new_prompt_tokens=10, response_tokens=10, turn_environment_s=0.1)
+    platform = replace(PRIOR, decode_fixed_s=0.02, decode_per_sequence_s=0.001, prefill_per_token_s=0.001)
+    model = ExtendedModel(workload, platform)
+    colocated = StepMeasurement(segments=((Configuration(colocated=4), model.colocated(4).total_s + 2.0),))
+    known = fit_overhead([colocated] * 2, workload=workload, platform=platform).profile
+    assert known.overhead_per_turn_s == pytest.approx(0.2)
+    assert known.handover_s == pytest.approx(0.1)
+    assert "half of what steps in colocation leave over" in known.origin["handover_s"]
+    paired = StepMeasurement(segments=((Configuration(2, 2), model.total_s(2, 2)),))
+    both = fit_overhead([colocated] * 2 + [paired] * 2, workload=workload, platform=platform).profile
+    assert both.overhead_per_turn_s == pytest.approx(0.2)
+    assert both.handover_s == pytest.approx(0.0, abs=1e-9)

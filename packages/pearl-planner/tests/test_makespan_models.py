@@ -230,6 +230,20 @@ def test_the_first_token_is_prefill_s_and_a_request_joins_a_batch_between_iterat
     assert ExtendedModel(w, bare).disaggregated(2, 3).total_s == pytest.approx(16 * turn)
 
 
+def test_a_prefill_iteration_has_a_fixed_cost_that_prompts_share_where_many_wait():
+    w = replace(SWE, turn_environment_s=1.0, environment_s=0.0)
+    p = replace(H800, overhead_per_turn_s=0.0, prefill_fixed_s=0.05, prefill_marginal_s=10e-6)
+    turn = 1.0 + 0.05 + 1700 * 10e-6 + 69.5 * 6.5e-3 + 69 * 0.36e-3
+    assert ExtendedModel(replace(w, batch=1), p).colocated(3).total_s == pytest.approx(16 * turn)
+    # On a busy colocated worker it is shared, but more prompts on it still take longer.
+    free, fixed = ExtendedModel(w, replace(p, prefill_fixed_s=0.0, prefill_marginal_s=0.0)), ExtendedModel(w, p)
+    assert fixed.colocated(4).total_s < fixed.colocated(3).total_s
+    cheap = ExtendedModel(w, replace(p, prefill_fixed_s=1e-9))
+    assert fixed.colocated(2).total_s - cheap.colocated(2).total_s < 16 * 32 * 0.05
+    # Without that measurement, a token costs what the whole iteration did.
+    assert free.colocated(3).prefill_s > cheap.colocated(3).prefill_s
+
+
 def test_the_slowest_trajectory_may_be_one_of_few_and_long_turns():
     """S = 16 turns of mean length, which nobody took: at most 4. It decodes all of them, and waits for 4 prefills."""
     w = replace(SWE, batch=1, active_by_turn=(1.0,) * 4, turn_environment_s=1.0, environment_s=9.0)

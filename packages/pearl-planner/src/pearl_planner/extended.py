@@ -20,6 +20,8 @@ Added to the printed equations (symbols as in `makespan`):
   path is S turns of decode, as many prefills as there are turns at most, and its own environment time, once.
 - *Iterations.* In a measured cycle the first token comes from prefill, and a request that joins a decode batch waits
   for the iteration under way: r − 1 iterations and on average half of one.
+- *Prefill iterations.* Where `prefill_fixed_s` is known a prefill iteration takes that much however few tokens it
+  computes. Prompts that come while an iteration runs share the next one.
 - *KV queue of colocation.* Where the pool cannot hold the batch, requests wait: the fixed cost of decode is paid once
   for each part of the batch that fits.
 - *Hand-over.* `handover_s` a turn under disaggregation.
@@ -113,6 +115,7 @@ class ExtendedModel:
         "_fixed",
         "_groups",
         "_handover",
+        "_insertion",
         "_kept",
         "_kv_sequences",
         "_moved",
@@ -137,7 +140,9 @@ class ExtendedModel:
         turns = self._turns = workload.turns
         self._groups = turn_groups(workload)
         self._work = math.fsum(count * running for count, running in self._groups)
-        prefill = platform.prefill_per_token_s
+        measured = workload.turn_environment_s > 0
+        self._insertion = platform.prefill_fixed_s if measured and platform.prefill_marginal_s else 0.0
+        prefill = platform.prefill_marginal_s if self._insertion else platform.prefill_per_token_s
         self._per_prompt = max(0.0, workload.new_prompt_tokens - workload.shared_tokens) * prefill
         self._pair_prompt = self._per_prompt + workload.retained_tokens * prefill
         context = max(0.0, workload.context_tokens - workload.shared_tokens) * prefill
@@ -210,8 +215,13 @@ class ExtendedModel:
             load = own + self._per_sequence
             fixed = self._fixed * max(1.0, running / room)
             if self._outside:
-                others = max(0.0, running - 1.0) / workers * load
-                stay = residence_s(fixed + load, others, self._outside)
+                others = max(0.0, (running - 0.5) / workers - 0.5)
+                alone = self._insertion + fixed + load
+                stay = residence_s(alone, others * load, self._outside)
+                if self._insertion:
+                    # Prompts that come while an iteration runs share the next one: the more, the busier a worker is.
+                    shared = 1.0 + others * (self._insertion + own) / (stay + self._outside)
+                    stay = residence_s(alone, others * (load + self._insertion / shared), self._outside)
             else:
                 stay = fixed + running / workers * load
             part = count * (stay - fixed) / load if load else 0.0
@@ -253,25 +263,29 @@ class ExtendedModel:
         prompt, kept, held = self._pair_prompt, self._pair_kept, self._cap * prefill_workers
         lost = self._lost(self._pair_moved, prefill_workers, prompt, kept)
         usual, delay, alone = prompt + kept * lost, self._pair_delay, self._alone
-        outside, visits = self._outside, self._visits
+        outside, visits, insertion = self._outside, self._visits, self._insertion
         share, away, root = 1.0 / prefill_workers, 1.0 / decode_workers, math.sqrt
         per_sequence = self._per_sequence
         for count, running in self._groups:
             own = usual if running <= held else prompt + kept * (1.0 - (1.0 - lost) * held / running)
-            before, beside = (running - 1.0) * share, running * away - 1.0
-            before = before * own if before > 0.0 else 0.0
+            before = (running - 1.0) * share if running > 1.0 else 0.0
+            beside = (running - 0.5) * away - 0.5
             beside = beside * per_sequence if beside > 0.0 else 0.0
-            rest = delay + own
+            first = own + insertion
+            rest = delay + first
             half = 0.5 * (alone + beside - rest)
             low = rest + half + root(half * half + alone * rest)
+            busy = before * first / low
+            first += insertion * (busy if busy < 1.0 else 1.0)
+            before *= own
             rest = delay + alone
-            half = 0.5 * (own + before - rest)
-            other = rest + half + root(half * half + own * rest)
+            half = 0.5 * (first + before - rest)
+            other = rest + half + root(half * half + first * rest)
             if other > low:
                 low = other
             near, close = 1.0 / (low - before), 1.0 / (low - beside)
-            queue, batch = own * before * near, alone * beside * close
-            excess = low - rest - own - queue - batch
+            queue, batch = first * before * near, alone * beside * close
+            excess = low - rest - first - queue - batch
             queue *= near
             batch *= close
             slope = 1.0 + queue + batch
@@ -295,7 +309,7 @@ class ExtendedModel:
             outside = self._pair_delay + self._pair_prompt
             decode = self._visits * self._turns * (outside - self._outside)
             for count, running in self._groups:
-                others = max(0.0, running / decode_workers - 1.0)
+                others = max(0.0, (running - 0.5) / decode_workers - 0.5)
                 decode += count * residence_s(self._alone, others * self._per_sequence, outside)
         return prefill + self._beside, decode + self._beside
 

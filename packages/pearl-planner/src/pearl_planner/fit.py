@@ -13,7 +13,7 @@ import numpy as np
 
 from pearl_planner.extended import ExtendedModel
 from pearl_planner.makespan import MakespanModel, PrintedModel
-from pearl_planner.robust import Floats, clipped_mean, robust_line, weighted_median
+from pearl_planner.robust import Floats, clipped_mean, robust_line, robust_plane, weighted_median
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -165,6 +165,9 @@ def _fit_decode(samples: Sequence[DecodeSample], found: _Values, settings: FitSe
         found.refuse(reason, *names)
         return
     each = duration / iterations
+    contexts = _column("decode", "context_tokens", [s.context_tokens for s in samples])
+    if _fit_contexts(sequences, contexts, each, iterations, found):
+        return
     fixed, slope, residual = robust_line(sequences, each, iterations)
     if slope < 0:
         fixed, slope = weighted_median(each, iterations), 0.0
@@ -175,6 +178,32 @@ def _fit_decode(samples: Sequence[DecodeSample], found: _Values, settings: FitSe
     found.take("decode_fixed_s", fixed, count)
     found.take("decode_per_sequence_s", slope, count)
     found.residuals["decode"] = residual
+
+
+def _fit_contexts(sequences: Floats, contexts: Floats, each: Floats, iterations: Floats, found: _Values) -> bool:
+    """A and b where samples tell contexts: attention reads all of them. b is that of the mean context.
+
+    Few sequences are left when contexts are longest, so that a line over the number of sequences alone takes part of
+    what contexts cost for a fixed cost. False, and nothing taken, where the samples do not tell both apart.
+    """
+    if not len(contexts) or contexts.min() <= 0:
+        return False
+    read = sequences * contexts
+    plane = robust_plane(np.column_stack([np.ones(len(read)), sequences, read]), each, iterations)
+    if plane is not None and plane[0][1] < 0:
+        plane = robust_plane(np.column_stack([np.ones(len(read)), read]), each, iterations)
+        if plane is not None:
+            plane = np.insert(plane[0], 1, 0.0), plane[1]
+    if plane is None or plane[0].min() < 0 or plane[0][0] <= 0:
+        return False
+    (fixed, slope, reading), residual = plane
+    count = int(iterations.sum())
+    found.take("decode_fixed_s", float(fixed), count)
+    found.take(
+        "decode_per_sequence_s", float(slope + reading * np.average(contexts, weights=sequences * iterations)), count
+    )
+    found.residuals["decode"] = residual
+    return True
 
 
 def _fit_prefill(samples: Sequence[PrefillSample], found: _Values, settings: FitSettings) -> None:
@@ -193,6 +222,14 @@ def _fit_prefill(samples: Sequence[PrefillSample], found: _Values, settings: Fit
         return
     found.take("prefill_per_token_s", per_token, len(tokens))
     found.residuals["prefill"] = weighted_median(np.abs(each - per_token), tokens) / per_token
+    reason = _too_alike(tokens, "prefill sizes", settings)
+    if reason:
+        found.refuse(reason, "prefill_fixed_s")
+        return
+    fixed, slope, _ = robust_line(tokens, duration, np.ones(len(tokens)))
+    if fixed > 0 and slope > 0:
+        found.take("prefill_fixed_s", fixed, len(tokens))
+        found.take("prefill_marginal_s", slope, len(tokens))
 
 
 def _fit_transfer(
@@ -323,8 +360,8 @@ def fit_overhead(
     progress Σ Δt/T(π); the value at which that is 1 explains the step. Both results are medians over steps, at least 0.
 
     What steps leave over is in part no matter of the mode (trajectories slower than S turns of mean length, say). A
-    mode that no step shows is therefore assumed to leave over as much as the other one does, on top of what `platform`
-    says of it: neither mode looks better only because it was not tried.
+    mode that no step shows is therefore assumed to leave over half of what the other one does, on top of what
+    `platform` says of it: a mode does not look better only because it was not tried.
     Raises `ProfileError` for seconds that are not finite or negative.
     """
     _column("step", "seconds", [seconds for step in steps for _, seconds in step.segments])
@@ -358,16 +395,19 @@ def fit_overhead(
 _COST_OF_MODE: Final = {"overhead_per_turn_s": Mode.COLOCATION, "handover_s": Mode.DISAGGREGATION}
 """Field of a platform profile that explains what steps of a mode leave over."""
 
+_COMMON: Final = 0.5
+"""Part of it that is assumed to be no matter of the mode, until the other one was measured too."""
+
 
 def _share(values: dict[str, float], platform: PlatformProfile, origin: dict[str, str]) -> None:
-    """Give the mode that no step shows what the steps of the other one leave over."""
+    """Give the mode that no step shows its part of what the steps of the other one leave over."""
     (known, value), *_ = values.items()
     (other,) = _COST_OF_MODE.keys() - {known}
     # A hand-over costs what transfers measured; only what steps take beyond that is left over.
     over = value - platform.handover_s if known == "handover_s" else value
     if over > 0:
-        values[other] = getattr(platform, other) + over
-        origin[other] = f"{origin.get(other, 'prior')}, and what steps in {_COST_OF_MODE[known]} leave over"
+        values[other] = getattr(platform, other) + _COMMON * over
+        origin[other] = f"{origin.get(other, 'prior')}, and half of what steps in {_COST_OF_MODE[known]} leave over"
 
 
 def _explaining(

@@ -69,6 +69,34 @@ def robust_line(x: Floats, y: Floats, weights: Floats) -> tuple[float, float, fl
     return intercept, slope, weighted_median(left, weights) / level if level else 0.0
 
 
+def robust_plane(columns: Floats, y: Floats, weights: Floats) -> tuple[Floats, float] | None:
+    """Coefficients of y over `columns` (points × terms), and the relative spread of what they leave over.
+
+    Huber's reweighted least squares; None where the points do not tell the terms apart.
+    """
+    if len(y) < 2 * columns.shape[1]:
+        return None
+    scale = np.abs(columns).max(axis=0)
+    if not np.all(scale > 0):
+        return None
+    columns, pull = columns / scale, weights.copy()
+    found: Floats = np.zeros(columns.shape[1])
+    left: Floats = y
+    for _ in range(_ROUNDS):
+        root = np.sqrt(pull)
+        new, _, rank, _ = np.linalg.lstsq(columns * root[:, None], y * root, rcond=1e-6)
+        if rank < columns.shape[1]:
+            return None
+        settled = bool(np.all(np.abs(new - found) <= 1e-9 * np.abs(new)))
+        found, left = new, y - columns @ new
+        spread = 1.4826 * weighted_median(np.abs(left), weights)
+        if settled or spread <= 1e-12 * float(np.abs(y).max()):
+            break
+        pull = weights / np.maximum(1.0, np.abs(left) / (_HUBER * spread))
+    level = weighted_median(np.abs(y), weights)
+    return found / scale, weighted_median(np.abs(left), weights) / level if level else 0.0
+
+
 def clipped_mean(values: Floats) -> float:
     """Mean, with what lies beyond ten interquartile ranges of the middle half pulled back to there."""
     low, high = np.quantile(values, [0.25, 0.75])

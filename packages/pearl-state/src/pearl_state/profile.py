@@ -94,6 +94,11 @@ class PlatformProfile:
     """H_max: bytes for KV cache on one worker; 0 means unbounded."""
     prefix_capacity_tokens: float = 0.0
     """Context tokens whose KV one prefill worker can keep for reuse; 0 means unbounded."""
+    prefill_fixed_s: float = 0.0
+    """What a prefill iteration takes however few tokens it computes (reading weights, launching, changing phase),
+    seconds; 0 where unknown, then `prefill_per_token_s` says all."""
+    prefill_marginal_s: float = 0.0
+    """Beyond `prefill_fixed_s`: one more prompt token in an iteration, seconds."""
     handover_s: float = 0.0
     """Fixed cost of handing one request's KV from prefill to decode, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)

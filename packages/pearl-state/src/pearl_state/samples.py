@@ -13,6 +13,8 @@ class DecodeSample:
     iterations: int
     duration_s: float
     """All iterations together, seconds."""
+    context_tokens: float = 0.0
+    """Mean context of a sequence during them, tokens; 0 where nobody told."""
 
 
 @dataclass(frozen=True, slots=True)

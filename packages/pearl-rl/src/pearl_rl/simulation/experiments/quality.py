@@ -2,8 +2,8 @@
 
 A case is a model on a GPU, a workload, a budget of workers, and what ran before. One batch is simulated under that
 earlier configuration; from its telemetry, as the Runtime Tracker and the fit see it, the planner predicts every
-configuration of the budget and chooses. The simulator shares no equation with the planner: it plays requests against
-measured kernels.
+configuration of the budget and chooses. As every run begins colocated, it also knows how long a colocated step took.
+The simulator shares no equation with the planner: it plays requests against measured kernels.
 
 The oracle simulates every feasible configuration. Choices are judged by the mean makespan of three batches, the one
 that telemetry saw and the two after it: the longest of a few dozen trajectories, and who met whom, make a single batch
@@ -164,9 +164,12 @@ def judge(case: Case) -> CaseResult:
     later_s = simulated_makespans(following, candidates, model, stable_fraction=stable)
     mean_s = {c: (seen_s[c] + _NEXT * later_s[c]) / (1 + _NEXT) for c in candidates}
     scores = {}
-    for name, (workload, platform, printed) in _profiles(cluster, seen, before, outcome).items():
+    first = Configuration(colocated=case.workers)
+    steps = [StepMeasurement(segments=((c, seen_s[c]),)) for c in {first: None, before: None}]
+    workload, platform = telemetry(cluster, seen, before, outcome)
+    for name, (w, p, printed) in _profiles(workload, platform, steps).items():
         settings = DecideSettings(model="printed" if printed else "extended")
-        search = CandidateSearch(workload, platform, case.workers, settings, frozenset(Mode))
+        search = CandidateSearch(w, p, case.workers, settings, frozenset(Mode))
         chosen = search.ranked()[0].configuration
         feasible = [c for c in candidates if search.candidate(c.prefill).feasible] or candidates
         oracle = best({c: mean_s[c] for c in feasible})
@@ -257,15 +260,13 @@ def _decoding_fraction(outcome: BatchOutcome) -> float | None:
 
 
 def _profiles(
-    cluster: SimulatedCluster, scripts: Sequence[Script], before: Configuration, outcome: BatchOutcome
+    workload: WorkloadProfile, platform: PlatformProfile, steps: Sequence[StepMeasurement]
 ) -> dict[str, tuple[WorkloadProfile, PlatformProfile, bool]]:
     """Model → what it is given, and whether it is the printed one."""
-    workload, platform = telemetry(cluster, scripts, before, outcome)
-    step = StepMeasurement(segments=((before, outcome.makespan_s),))
 
     def refitted(w: WorkloadProfile, p: PlatformProfile, *, extended: bool = True) -> PlatformProfile:
         settings = FitSettings(least_steps=1)
-        return fit_overhead([step], workload=w, platform=p, extended=extended, settings=settings).profile
+        return fit_overhead(steps, workload=w, platform=p, extended=extended, settings=settings).profile
 
     given = {
         EXTENDED: (workload, refitted(workload, platform), False),
