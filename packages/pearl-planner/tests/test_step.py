@@ -420,3 +420,20 @@ def test_the_answer_of_a_stage_does_not_touch_a_slot_that_was_freed_meanwhile() 
     )
     world.settle()
     assert not world.state.doomed
+
+
+def test_a_worker_is_retired_after_its_restarts_but_never_the_last_of_the_healthy_ones() -> None:
+    """NeMo-RL#3613: restarts without a cap; here three, then the slot is retired, but not below `min_healthy`."""
+    for min_healthy, retired in ((0, True), (1, False)):
+        state = start(Borrowing.OFF)
+        world = World(replace(state, settings=replace(state.settings, max_restarts=3, min_healthy=min_healthy)))
+        world.post(offer(10))
+        for _ in range(5):
+            if world.pending:
+                world.answer(0, fail=True)
+        (row,) = [w for w in world.state.table.rows.values() if w.zone is Zone.DEDICATED]
+        assert (row.lifecycle is Lifecycle.RETIRED) is retired
+        assert row.failures == (4 if retired else 5)
+        if not retired:
+            world.settle()
+            assert world.state.table.active() == (row.id,)

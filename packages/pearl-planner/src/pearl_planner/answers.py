@@ -10,6 +10,7 @@ from pearl_state.effects import CleanWorkers, GroupKind
 from pearl_state.errors import InvariantError
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Role, Zone
+from pearl_state.table import WorkerTable
 from pearl_state.worker import WorkerId
 
 
@@ -61,13 +62,18 @@ def group_failed(state: ElasticState, event: events.GroupFailed) -> Step:
 
 def retire_spent(state: ElasticState, group: Group) -> ElasticState:
     """Retire vacant slots that failed too often."""
-    spent = [
-        id_
-        for id_ in sorted(group.workers)
-        if state.table.rows[id_].failures > state.settings.max_restarts
-        and state.table.rows[id_].lifecycle is Lifecycle.VACANT
-    ]
-    return replace(state, table=state.table.move(spent, Lifecycle.RETIRED))
+    table = state.table
+    for id_ in sorted(group.workers):
+        row = table.rows[id_]
+        if row.lifecycle is Lifecycle.VACANT and row.failures > state.settings.max_restarts and _spare(state, table):
+            table = table.move([id_], Lifecycle.RETIRED)
+    return replace(state, table=table)
+
+
+def _spare(state: ElasticState, table: WorkerTable) -> bool:
+    """Whether one slot less still leaves `min_healthy`."""
+    usable = sum(table.rows[id_].lifecycle is not Lifecycle.RETIRED for id_ in table.rollout())
+    return usable > state.settings.min_healthy
 
 
 def stage_applied(state: ElasticState, event: events.StageApplied) -> Step:
@@ -192,6 +198,6 @@ def cleaned(state: ElasticState, event: events.WorkersCleaned) -> Step:
             continue
         spent = row.failures > state.settings.max_restarts
         table = table.move([id_], Lifecycle.VACANT)
-        if spent:
+        if spent and _spare(state, table):
             table = table.move([id_], Lifecycle.RETIRED)
     return replace(state, table=table), ()

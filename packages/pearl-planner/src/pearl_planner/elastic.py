@@ -43,6 +43,8 @@ class ElasticSettings:
     """Training waits at most this long for borrowed GPUs; what has not left by then is killed."""
     max_restarts: int = 3
     """A slot that failed more often is retired."""
+    min_healthy: int = 0
+    """A slot is not retired where that would leave fewer than so many rollout slots: it is started again instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from pearl_rl.control.open_to_people import open_to_people
 from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.control.transfers import TransferWatch
 from pearl_rl.engines import RolloutRuntime, rollout_runtime
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.journal.frames import JournalError
@@ -61,9 +62,7 @@ from pearl_state.worker import Worker, WorkerId
 _FIRST_STEPS = 10
 
 
-async def train(
-    settings: Settings, folder: RunFolder, observer: Observer, *, resume: bool = False
-) -> TrainSummary:
+async def train(settings: Settings, folder: RunFolder, observer: Observer, *, resume: bool = False) -> TrainSummary:
     """Run the job that `settings` describe to its end; with `resume` go on with what `folder` holds of it.
 
     Cancelled, it stops in order and returns what it has. Nothing of it is left running, however it ends.
@@ -263,7 +262,12 @@ class _Run:
         self._forecasts = forecasting_for(elastic.policy, settings.planner.horizon_s)
         trace = None if self._forecasts is None else self._forecasts.trace
         self._router = Router(
-            generation, limits, on_fault=self._on_fault, on_stall=self._stalls.suspect, lifecycle=trace
+            generation,
+            limits,
+            on_fault=self._on_fault,
+            on_stall=self._stalls.suspect,
+            on_transfer_failed=TransferWatch(self._post, self._observer.on_message).failed,
+            lifecycle=trace,
         )
         gate = TrainingGate()
         prior = parts.prior_platform(settings, config)

@@ -60,7 +60,8 @@ class Router:
     """Dispatches model calls. One per run; everything happens in the run's event loop.
 
     `on_fault(worker, cause)` is told of a serving worker that is lost or broke the weight-version contract,
-    `on_stall(worker, cause, failures)` of one on which an attempt stood still, with its failures in a row.
+    `on_stall(worker, cause, failures)` of one on which an attempt stood still, with its failures in a row, and
+    `on_transfer_failed` of each KV hand-over that failed.
     `lifecycle` is told of the phases of each call.
     """
 
@@ -71,12 +72,14 @@ class Router:
         on_fault: Callable[[Worker, str], None] | None = None,
         lifecycle: LifecycleTrace | None = None,
         on_stall: Callable[[Worker, str, int], None] = lambda _worker, _cause, _failures: None,
+        on_transfer_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._lifecycle = lifecycle
         self._port = generation
         self._limits = RouterLimits() if limits is None else limits
         self._on_fault = on_fault
         self._on_stall = on_stall
+        self._on_transfer_failed = on_transfer_failed
         self._serving = ServingSet(self._limits.serving)
         self._homes: dict[TrajectoryId, Home] = {}
         self._waiters: dict[asyncio.Future[None], None] = {}
@@ -326,6 +329,7 @@ class Router:
                 statistics.stalled += 1
             elif isinstance(error, TransferError):
                 statistics.transfer_retries += 1
+                self._on_transfer_failed()
             else:
                 statistics.failed_attempts += 1
             for slot in attempt.route.slots:
