@@ -92,6 +92,17 @@ def test_the_view_is_the_job_as_it_is(operated):
     assert seen["state"] == "running"
 
 
+def test_of_large_clusters_the_first_workers_are_listed_and_all_are_counted(operated):
+    follower = Follower(operated.path)
+    follower.refresh()
+    whole, part = follower.view(), follower.view(3)
+    assert part["workers"] == whole["workers"][:3]
+    assert part["more_workers"] == len(whole["workers"]) - 3
+    for key in ("serving_gpus", "decoding", "waiting", "configuration"):
+        assert part[key] == whole[key]
+    assert whole["serving_gpus"] == len(operated.job.state.table.active())
+
+
 def test_a_run_that_begins_says_so_and_one_that_is_silent_too(tmp_path):
     with RunFolder.create(load_settings(), tmp_path / "run"):
         assert view(tmp_path / "run")["state"] == "starting"
@@ -362,7 +373,8 @@ def test_the_shell_completes_commands():
         timeout=60,
         check=False,
     )
-    assert {"report", "replay", "reproduce"} == set(done.stdout.split())
+    assert {"report", "replay", "reproduce"} <= set(done.stdout.split())
+    assert all(word.startswith("rep") for word in done.stdout.split())
 
 
 def test_the_dashboard_prints_its_address_and_ends_in_order(operated):

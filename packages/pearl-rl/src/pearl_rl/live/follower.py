@@ -136,8 +136,8 @@ class Follower:
         """The table now."""
         return Snapshot(self.now_s, self.rows, self.about)
 
-    def view(self) -> dict[str, Any]:
-        """All there is to see, as one object."""
+    def view(self, most_workers: int | None = None) -> dict[str, Any]:
+        """All there is to see, as one object; of large clusters only the first `most_workers` workers."""
         control = read_control(self.path)
         last = self.steps[-1] if self.steps else None
         return {
@@ -157,7 +157,11 @@ class Follower:
             "plan": self.about.get("plan"),
             "groups": self.about.get("groups", []),
             "removals": self.about.get("removals", []),
-            "workers": [self._worker(id_, row) for id_, row in sorted(self.rows.items())],
+            "workers": [self._worker(id_, row) for id_, row in sorted(self.rows.items())[:most_workers]],
+            "more_workers": max(0, len(self.rows) - most_workers) if most_workers is not None else 0,
+            "serving_gpus": sum(len(row["gpus"]) for row in self._serving()),
+            "decoding": sum(load["running"] for load in self.loads.values()),
+            "waiting": sum(load["waiting"] for load in self.loads.values()),
             "reclaims": self.reclaims,
             "last_step": None if last is None else _brief_step(last),
             "history": [_brief_step(step) for step in self.steps],
@@ -165,6 +169,9 @@ class Follower:
             "news": [{"at_s": at_s, "text": text} for at_s, text in self.news][::-1],
             "control": control is not None,
         }
+
+    def _serving(self) -> Iterator[Mapping[str, Any]]:
+        return (row for row in self.rows.values() if row["lifecycle"] == "active" and row["role"] != "training")
 
     def _planned_steps(self) -> int:
         if self.steps:

@@ -31,6 +31,8 @@ POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 _EVERY_S = 0.5
+_MOST_WORKERS = 500
+"""More cells than a person looks at, and than a page should be sent twice a second."""
 _AT_LEAST_EVERY_S = 5.0
 
 
@@ -103,7 +105,7 @@ class Dashboard:
         sent_s, before = -_AT_LEAST_EVERY_S, ""
         while True:
             follower.refresh()
-            text = json.dumps(follower.view())
+            text = json.dumps(follower.view(_MOST_WORKERS))
             if text != before or loop.time() - sent_s >= _AT_LEAST_EVERY_S:
                 sent_s, before = loop.time(), text
                 yield text
