@@ -111,6 +111,8 @@ def opening(settings: Settings, folder: RunFolder) -> Iterator[str]:
         f"{cluster.max_preemptible_gpus} preemptible GPUs, {cluster.gpus_per_worker} a worker, "
         f"borrowing {cluster.borrowing}"
     )
+    if settings.engine.kind == "sglang":
+        yield f"workers are SGLang servers; they listen on {settings.engine.sglang.host}, each on ports of its own"
     if device.paced:
         yield (
             f"GPUs are emulated: each engine is paced to A {seconds(device.decode_fixed_s)}, "
