@@ -179,3 +179,16 @@ def test_a_forecast_depends_on_the_past_only(
     for found in results[0]:
         assert found.prefill_tokens >= found.sources.ready + found.sources.inflight
         assert found.admitted_tokens >= 0.0
+
+
+def test_admissions_that_are_over_within_the_horizon_take_their_part_of_the_kv() -> None:
+    """Decode takes 2 s of a horizon of 10: a fifth of the admissions is there at a time; the paper counts all."""
+    found = {}
+    for reclaimed in (True, False):
+        predictor = WorkloadPredictor(PredictorSettings(reclaimed=reclaimed))
+        seen(predictor, list(life("past", 0.0, [(1000, 1.0, 2.0, 1.0)])), 50.0)
+        seen(predictor, [c for c in life("ready", 48.0, [(1000, 1.0, 2.0, 1.0)]) if c.phase is not P.PREFILL], 50.0)
+        found[reclaimed] = forecast(predictor, 50.0)
+    assert found[True].admitted_tokens == found[False].admitted_tokens == 1000.0
+    assert found[False].admitted_kv_bytes == 2.0 * 1000
+    assert found[True].admitted_kv_bytes == pytest.approx(0.2 * 2.0 * 1000)

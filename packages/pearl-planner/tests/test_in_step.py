@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pearl_planner.allocate import target_configuration
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
-from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa, usable_kv_bytes
+from pearl_planner.in_step import InStepPolicy, demand_of, pearl_prorsa, prorsa, usable_kv_bytes
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_state import events
@@ -226,3 +227,21 @@ def test_usable_kv_is_that_of_an_efficient_batch_or_the_memory() -> None:
     workload = replace(WORKLOAD, context_tokens=10_000.0)
     assert usable_kv_bytes(workload, PLATFORM) == pytest.approx(2 * 6.5 / 0.36 * 10_000 * 100_000)
     assert usable_kv_bytes(replace(workload, context_tokens=1e6), PLATFORM) == PLATFORM.kv_capacity_bytes
+
+
+def test_what_waits_for_a_full_decode_pool_is_work_for_decode() -> None:
+    """Two decode workers of 100 GB are full; half a million tokens of KV wait in front of prefill."""
+    full = replace(
+        load(1.0, 1.0),
+        resident_kv_bytes=0.9 * 2 * PLATFORM.kv_capacity_bytes,
+        backlog_tokens=500_000.0,
+        prefill_tokens=600_000.0,
+    )
+    workload = replace(WORKLOAD, context_tokens=1e6)
+    blocked = demand_of([full], 2, workload, PLATFORM)
+    roomy = demand_of([full], 8, workload, PLATFORM)
+    assert blocked is not None
+    assert roomy is not None
+    assert blocked.decode_kv_bytes == pytest.approx(180e9 + 500_000 * 100_000)
+    assert roomy.decode_kv_bytes == full.decode_kv_bytes
+    assert target_configuration(blocked, 10).decode > target_configuration(roomy, 10).decode

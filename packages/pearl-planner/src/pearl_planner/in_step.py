@@ -32,6 +32,9 @@ REMEMBERED: Final = 12
 _AVERAGED: Final = 3
 """Newest forecasts that are averaged: one window alone is noise, and a switch outlasts it."""
 
+_FULL: Final = 0.8
+"""Part of the decode pool's KV from which on it is taken to be full: the rest is too small for most contexts."""
+
 _LEAST: Final = 2
 """Forecasts under one configuration before it may change again: the first one still shows what the change did."""
 
@@ -124,7 +127,7 @@ class InStepPolicy:
         the decode pool holds nothing that the prefill pool would have to compute. A demand that asked for the same
         direction for t seconds is taken to last as long again, `persistence_s` at least.
         """
-        demand = demand_of(forecasts[-_AVERAGED:], workload, platform)
+        demand = demand_of(forecasts[-_AVERAGED:], current.decode, workload, platform)
         if demand is None:
             return None
         target = target_configuration(demand, current.workers)
@@ -162,7 +165,7 @@ def _wanted_s(
     """For how long the newest forecasts have asked for a change in the direction of `target`, seconds."""
     wanted_s, more = 0.0, target.prefill > current.prefill
     for forecast in reversed(forecasts):
-        demand = demand_of((forecast,), workload, platform)
+        demand = demand_of((forecast,), current.decode, workload, platform)
         if demand is None or target == current:
             break
         prefill = target_configuration(demand, current.workers).prefill
@@ -199,8 +202,24 @@ def usable_kv_bytes(workload: WorkloadProfile, platform: PlatformProfile) -> flo
     return min(room, max(1.0, sequences) * context * platform.kv_bytes_per_token)
 
 
-def demand_of(forecasts: Sequence[LoadForecast], workload: WorkloadProfile, platform: PlatformProfile) -> Demand | None:
-    """The mean demand that eq. (1) allocates for; None where the platform's KV capacity is unknown."""
+def _decode_kv_bytes(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> float:
+    """K^D + K̂^D; where the decode pool is full, K^D and the KV of everything that waits.
+
+    A full pool admits nobody. What waits for room waits in front of prefill, where it looks like work for prefill and
+    like none for decode, and would draw workers away from where they are missing.
+    """
+    if forecast.resident_kv_bytes < _FULL * decode * platform.kv_capacity_bytes:
+        return forecast.decode_kv_bytes
+    waiting = forecast.backlog_tokens * platform.kv_bytes_per_token
+    return max(forecast.decode_kv_bytes, forecast.resident_kv_bytes + waiting)
+
+
+def demand_of(
+    forecasts: Sequence[LoadForecast], decode: int, workload: WorkloadProfile, platform: PlatformProfile
+) -> Demand | None:
+    """The mean demand that eq. (1) allocates for, with `decode` decode workers now; None where the platform's KV
+    capacity is unknown.
+    """
     capacity = usable_kv_bytes(workload, platform)
     if capacity <= 0 or not forecasts:
         return None
@@ -208,7 +227,7 @@ def demand_of(forecasts: Sequence[LoadForecast], workload: WorkloadProfile, plat
     busy_s = fmean(forecast.prefill_tokens / forecast.prefill_tokens_per_s for forecast in forecasts)
     return Demand(
         prefill_tokens=tokens,
-        decode_kv_bytes=fmean(forecast.decode_kv_bytes for forecast in forecasts),
+        decode_kv_bytes=fmean(_decode_kv_bytes(forecast, decode, platform) for forecast in forecasts),
         horizon_s=forecasts[-1].horizon_s,
         prefill_tokens_per_s=tokens / busy_s if busy_s > 0 else forecasts[-1].prefill_tokens_per_s,
         kv_capacity_bytes=capacity,

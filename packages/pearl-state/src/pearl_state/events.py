@@ -193,6 +193,10 @@ class LoadForecast(_Event):
     """K^D + K̂^D: KV in decode now and of the predicted admissions."""
     prefill_tokens_per_s: float
     """θ^P of one prefill worker, full-prompt tokens per busy second."""
+    backlog_tokens: float = 0.0
+    """Part of `prefill_tokens` that waits or is served already."""
+    resident_kv_bytes: float = 0.0
+    """K^D: part of `decode_kv_bytes` that is in decode already."""
     live: int = 0
     """Trajectories that are not complete."""
 

@@ -44,6 +44,8 @@ class History:
     """Tokens by which that request's prompt exceeds the prompt before it."""
     returns: ByClass[Average] = field(default_factory=lambda: ByClass(Average))
     """Part of decodes that another request follows."""
+    decode_s: ByClass[Average] = field(default_factory=lambda: ByClass(Average))
+    """How long a request stays in Decode, by `turn_class`."""
     first_prompt: ByClass[Average] = field(default_factory=lambda: ByClass(Average))
     """x̂ of a first request, by task."""
     launch_delay: Average = field(default_factory=Average)
@@ -75,12 +77,13 @@ class History:
                     self.speed.began(change.instance, change.at_s)
             case TrajectoryPhase.DECODE:
                 self._decode(before, change)
+            case TrajectoryPhase.TOOL:
+                if before is not None:
+                    self.decode_s.observe(turn_class(before), change.at_s - before.at_s)
             case TrajectoryPhase.REWARD:
                 self._over(change)
-            case TrajectoryPhase.DONE:
-                self._done(before, change)
-            case TrajectoryPhase.FAILED:
-                self._failed(before, change)
+            case TrajectoryPhase.DONE | TrajectoryPhase.FAILED:
+                self._ended(before, change)
             case _:
                 pass
 
@@ -134,6 +137,12 @@ class History:
     def _forget(self, trajectory: TrajectoryId) -> None:
         self.fresh.pop(trajectory, None)
         self._served.pop(trajectory, None)
+
+    def _ended(self, before: PhaseChange | None, change: PhaseChange) -> None:
+        if change.phase is TrajectoryPhase.DONE:
+            self._done(before, change)
+        else:
+            self._failed(before, change)
 
     def _done(self, before: PhaseChange | None, change: PhaseChange) -> None:
         self._forget(change.trajectory)

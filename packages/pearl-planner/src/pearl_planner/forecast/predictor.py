@@ -40,6 +40,10 @@ class PredictorSettings:
     """Whether trajectories in Decode count that are expected to come back within the horizon. The paper leaves them to
     the bias correction, which is enough where a turn takes longer than the horizon; here most are shorter.
     """
+    reclaimed: bool = True
+    """Whether K̂ leaves out what is admitted and over again within the horizon. The paper does not model reclamation,
+    which is right where decode takes longer than the horizon; where it takes less, K̂ would be a flow, not a stock.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +175,7 @@ class WorkloadPredictor:
             prefill_tokens=sources.ready + sources.inflight + factor * sources.arriving,
             admitted_raw_tokens=admitted.tokens,
             admitted_tokens=correction * admitted.tokens,
-            admitted_kv_bytes=correction * admitted.kv_bytes,
+            admitted_kv_bytes=correction * admitted.kv_bytes * self._staying(),
             decode_kv_bytes=kv_bytes_per_token * (sum(record.prompt_tokens for record in decoding) + grown),
             tokens_per_s=speed,
         )
@@ -183,6 +187,13 @@ class WorkloadPredictor:
         for record in self.live.records.values():
             by_phase[record.phase].append(record)
         return by_phase
+
+    def _staying(self) -> float:
+        """Part of the admissions of a window that is in decode at a time."""
+        known = self.history.decode_s.find(())
+        if not self.settings.reclaimed or known is None:
+            return 1.0
+        return min(1.0, known.value / self.settings.horizon_s)
 
     def _speed(self, backlog: list[PhaseChange], arriving: float, profiled: float) -> float:
         """θ^P for prompts like those in the forecast: the ones that wait, and arrivals like those of late."""

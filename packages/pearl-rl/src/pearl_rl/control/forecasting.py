@@ -91,6 +91,8 @@ def load_forecast(forecast: Forecast, *, live: int) -> LoadForecast:
         admitted_tokens=forecast.admitted_tokens,
         decode_kv_bytes=forecast.decode_kv_bytes + forecast.admitted_kv_bytes,
         prefill_tokens_per_s=forecast.tokens_per_s,
+        backlog_tokens=forecast.sources.ready + forecast.sources.inflight,
+        resident_kv_bytes=forecast.decode_kv_bytes,
         live=live,
     )
 

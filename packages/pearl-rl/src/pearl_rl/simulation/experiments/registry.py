@@ -39,9 +39,13 @@ class PaperRows(Protocol):
 
 
 OTHER_PAPERS: Mapping[str, str] = {
+    "prorsa": "prorsa:rows",
     "tiderl": "tiderl:rows",
+    "quality": "quality:rows",
 }
-"""Target → `module:function` (a `PaperRows`) under this package; imported only when asked for. Not part of `all`."""
+"""Target → `module:function` (a `PaperRows`) under this package; imported only when asked for. Not part of `all`.
+
+`quality` is no paper's: demands on the planner, judged by the oracle."""
 
 EXPERIMENTS: Mapping[str, Callable[[Effort], Experiment]] = {
     "F2a": Figure2a,

@@ -29,6 +29,8 @@ class TargetRow:
     about 0; `ratio` and `value`: compared relatively; `text`: compared as it is."""
     at_least: bool = False
     """Whether `paper` is a bound that ours must exceed."""
+    at_most: bool = False
+    """Whether `paper` is a bound that ours must not exceed."""
 
     @property
     def error(self) -> float | None:
@@ -44,6 +46,8 @@ class TargetRow:
             return self.paper == self.ours
         if self.at_least:
             return self.ours > self.paper
+        if self.at_most:
+            return self.ours <= self.paper
         error = self.error
         assert error is not None
         if self.unit == "within":
@@ -63,6 +67,7 @@ class TargetRow:
             "ours": self.ours,
             "unit": self.unit,
             "at_least": self.at_least,
+            "at_most": self.at_most,
             "error": self.error,
             "ok": self.ok,
         }
