@@ -227,6 +227,26 @@ def test_a_checkpoint_that_a_rank_cannot_write_is_none_and_names_the_rank(loop, 
     assert (tmp_path / "checkpoint" / "state.json").is_file()
 
 
+class OverTcp:
+    """Children that reach each other as those of a cluster do."""
+
+    peer_key = ""
+
+    def __init__(self, forks):
+        self.spawn, self.kill = forks.spawn, forks.kill
+
+    def peer_address(self, name):
+        return "tcp://127.0.0.1:0"
+
+
+def test_ranks_that_may_be_on_several_machines_meet_over_tcp(loop, forks, model, tmp_path):
+    spread = LocalTrainer(OverTcp(forks), model, tmp_path / "spread", OPTIONS)
+    first = loop.run(spread.start())
+    loop.run(spread.stop())
+    assert difference(weights(first.uri), weights(model)) == 0.0
+    assert not (tmp_path / "spread" / "rendezvous").exists()
+
+
 def test_versions_never_go_back_over_a_resume(loop, trainer, tmp_path):
     """radixark/miles#2835: a checkpoint of version 55 is served as 56, and the next update publishes 57."""
     one = trainer(ranks=1)

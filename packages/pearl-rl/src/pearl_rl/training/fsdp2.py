@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -281,15 +282,16 @@ class FsdpTrainer:
             raise TrainingStateError(f"{call}: the training memory is released; resume first")
 
 
-def join_ranks(rank: int, ranks: int, rendezvous: Path, device: str, timeout_s: float) -> DeviceMesh:
-    """Form the process group of all ranks through the file `rendezvous` and return its mesh."""
+def join_ranks(rank: int, ranks: int, meeting: "Path | Store", device: str, timeout_s: float) -> DeviceMesh:
+    """Form the process group of all ranks, who meet in a file or a store, and return its mesh."""
     from datetime import timedelta
 
+    store = FileStore(str(meeting), ranks) if isinstance(meeting, Path) else meeting
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
+        store=store,
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=timeout_s),

@@ -103,6 +103,7 @@ class LocalTrainer:
         limits = self._limits
         arguments = {
             "rendezvous": str(prepare_folder(self._folder)),
+            "listen": self._group.address,
             "folder": str(self._folder),
             "options": self.options.to_json(),
             "threads": self._threads,
@@ -111,7 +112,9 @@ class LocalTrainer:
         }
         await self._group.spawn("pearl_rl.training.rank:rank_main", arguments)
         self._released = False
-        await self._group.call_all("start", {"model_path": str(self._model_path)}, limits.start_s)
+        met = await self._group.call_all("meet", {}, limits.start_s)
+        head = {"model_path": str(self._model_path), "store": met[0].head["store"]}
+        await self._group.call_all("start", head, limits.start_s)
         return await self._publish(0 if self._newest is None else self._version + 1, limits.start_s)
 
     async def update(self, batch: TrainBatch) -> UpdateResult:

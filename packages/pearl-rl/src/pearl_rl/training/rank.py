@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from pearl_executor.runtimes.local.frames import Frame, FrameSocket
+from pearl_executor.runtimes.local.frames import Frame, FrameSocket, tcp_address
 from pearl_rl.training.fsdp2 import FsdpTrainer, TrainingStateError, join_ranks, reference_rank
+from pearl_rl.training.meeting import LOOPBACK, interface_of, open_store, reach_store
 from pearl_rl.training.options import RefActor, TrainerOptions
 from pearl_rl.training.ref_actor import ReferenceRank
 from pearl_rl.training.shards import decode_shard, split_shards
@@ -32,12 +34,15 @@ class Rank:
         self._rank = int(arguments["rank"])
         self._ranks = int(arguments["ranks"])
         self._rendezvous = Path(arguments["rendezvous"])
+        self._listen = str(arguments["listen"])
+        self._store: Store | None = None
         self._folder = Path(arguments["folder"])
         self._options = TrainerOptions.from_json(arguments["options"])
         self._collective_timeout_s = float(arguments["collective_timeout_s"])
         self._trainer: FsdpTrainer | None = None
         self._reference: ReferenceRank | None = None
         self.calls: dict[str, Callable[[Frame], Answer]] = {
+            "meet": self._meet,
             "start": self._start,
             "update": self._update,
             "write_weights": self._write_weights,
@@ -47,8 +52,20 @@ class Rank:
             "resume": self._resume,
         }
 
+    def _meet(self, frame: Frame) -> Answer:
+        """Where all ranks meet: a store of rank 0, or an empty address for the file that all of them see."""
+        del frame
+        if self._rank or tcp_address(self._listen) is None:
+            return {"store": ""}
+        self._store, address = open_store(self._listen, self._ranks, self._collective_timeout_s)
+        return {"store": address}
+
     def _start(self, frame: Frame) -> Answer:
-        mesh = join_ranks(self._rank, self._ranks, self._rendezvous, self._options.device, self._collective_timeout_s)
+        timeout_s = self._collective_timeout_s
+        if self._store is None and frame.head["store"]:
+            self._store = reach_store(frame.head["store"], self._ranks, timeout_s)
+        meeting = self._rendezvous if self._store is None else self._store
+        mesh = join_ranks(self._rank, self._ranks, meeting, self._options.device, timeout_s)
         spill = self._folder / f"parked-rank{self._rank:05d}"
         if self._options.reference_rank:
             # A collective of all ranks, the reference's included.
@@ -106,7 +123,10 @@ class Rank:
 def rank_main(channel: FrameSocket, arguments: dict[str, Any]) -> None:
     """Target of a rank's process: serve until told to stop or until the control plane hangs up."""
     # gloo looks the host's name up otherwise, which fails on a machine without a network.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    interface = interface_of(str(arguments["listen"]))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface != LOOPBACK:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     torch.set_num_threads(int(arguments["threads"]))
     serve(channel, Rank(arguments).calls)
     # Not destroy_process_group: it may wait for ranks that are gone, and the process ends now.

@@ -50,6 +50,11 @@ class RankGroup:
         return tuple(child.pid for child in self._children)
 
     @property
+    def address(self) -> str:
+        """Where a rank may listen for others; `tcp://` where ranks may be on several machines."""
+        return self._forks.peer_address("train")
+
+    @property
     def lost(self) -> str | None:
         """Why no rank lives; None where they do."""
         return self._lost
