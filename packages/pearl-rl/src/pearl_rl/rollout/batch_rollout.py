@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pearl_rl.rollout.agent import Agent, Episode, PromptTooLongError
 from pearl_rl.rollout.buffer import GroupBuffer
-from pearl_rl.rollout.calls import FailureCause, GenerationFailedError
+from pearl_rl.rollout.calls import FailureCause, Generate, GenerationFailedError
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task, TaskSource
 from pearl_rl.rollout.ledger import (
     GroupDropped,
@@ -26,6 +26,7 @@ from pearl_rl.rollout.ledger import (
 )
 from pearl_rl.rollout.lifecycle import LifecycleTrace, task_kind
 from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.task_gate import TaskGate
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 
@@ -77,8 +78,10 @@ class BatchRollout:
         position: Position | None = None,
         lifecycle: LifecycleTrace | None = None,
         note: Note = lambda _record: None,
+        gate: TaskGate | None = None,
     ) -> None:
-        """`note` is told of everything that a resumed run must know."""
+        """`note` is told of everything that a resumed run must know. `gate` stands before the router."""
+        self._gate = gate
         self._router = router
         self._lifecycle = lifecycle
         self._agent = agent
@@ -193,13 +196,11 @@ class BatchRollout:
         while True:
             episode, turns = self._dispatch(group) if resumed is None else self._again(group, *resumed)
             resumed = None
-            self._router.begin(episode.trajectory)
-            if self._lifecycle is not None:
-                self._lifecycle.sampled(episode.trajectory, group, task_kind(episode.task.id))
+            generate = self._enter(episode)
             accepted: bool | None = None
             self._playing[episode.trajectory] = _this_task()
             try:
-                trajectory = await self._agent.run(episode, Replay(self._router.generate, turns, self._note))
+                trajectory = await self._agent.run(episode, Replay(generate, turns, self._note))
             except (GenerationFailedError, EnvironmentFailure) as error:
                 if isinstance(error, GenerationFailedError) and error.cause is FailureCause.CLOSED:
                     self._buffer.cancelled(group, episode.trajectory)
@@ -218,10 +219,25 @@ class BatchRollout:
                 return
             finally:
                 self._playing.pop(episode.trajectory, None)
-                self._router.end(episode.trajectory)
-                if self._lifecycle is not None:
-                    self._lifecycle.ended(episode.trajectory, accepted=accepted)
+                self._leave(episode, accepted=accepted)
             await asyncio.sleep(pause_s)
+
+    def _enter(self, episode: Episode) -> Generate:
+        """Tell everybody that a sample begins. Returns whom its agent calls."""
+        self._router.begin(episode.trajectory)
+        if self._lifecycle is not None:
+            self._lifecycle.sampled(episode.trajectory, episode.group, task_kind(episode.task.id))
+        if self._gate is None:
+            return self._router.generate
+        self._gate.begin(episode.trajectory, episode.group)
+        return self._gate.generate
+
+    def _leave(self, episode: Episode, *, accepted: bool | None) -> None:
+        self._router.end(episode.trajectory)
+        if self._gate is not None:
+            self._gate.end(episode.trajectory, finished=accepted is True)
+        if self._lifecycle is not None:
+            self._lifecycle.ended(episode.trajectory, accepted=accepted)
 
     def _dispatch(self, group: GroupId) -> tuple[Episode, Sequence[TurnPlayed]]:
         number = self.position.next_trajectory

@@ -36,6 +36,7 @@ from pearl_rl.rollout.pipeline_settings import (
 from pearl_rl.rollout.ports import RolloutTracker, Trainer, UpdateResult
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.statistics import Concurrency, PrefixUse
+from pearl_rl.rollout.task_gate import TaskGate
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
 from pearl_state.errors import ConfigurationError
 from pearl_state.events import (
@@ -108,6 +109,7 @@ class PipelineScheduler:
         predicted_s: Callable[[], float | None] = lambda: None,
         position: Position | None = None,
         lifecycle: LifecycleTrace | None = None,
+        batching: TaskGate | None = None,
         note: Note = lambda _record: None,
         commit: Callable[[], Awaitable[None]] | None = None,
         restored: RolloutLedger | None = None,
@@ -149,6 +151,7 @@ class PipelineScheduler:
             position=position,
             lifecycle=lifecycle,
             note=note,
+            gate=batching,
         )
         self._note = note
         self._commit = commit
