@@ -128,6 +128,12 @@ def test_the_table_history_follows_changes_and_departures():
     assert by_name["3 on GPU 1"] == [(0.0, 2.0, "colocated", "active"), (2.0, 9.0, "prefill", "active")]
 
 
+def test_a_process_that_goes_on_begins_with_a_whole_table():
+    first = {"now_s": 0.0, "rows": {"3": row(), "4": row()}, "gone": [], "training": "idle", "fresh": True}
+    again = {"now_s": 9.0, "rows": {"5": row()}, "gone": [], "training": "idle", "fresh": True}
+    assert [set(snapshot.rows) for snapshot in snapshots([first, again])] == [{3, 4}, {5}]
+
+
 def test_gpus_in_words():
     assert [gpu_words(ids) for ids in ([4], [5, 4], [7, 4])] == ["GPU 4", "GPU 4-5", "GPU 4,7"]
 

@@ -13,7 +13,8 @@ class TableLog:
 
     A line has `now_s`, `version`, `target_version` and `floor_version` of the table, `rows` (only those that changed),
     `gone` (slots that were unbound), `plan` and `groups` under way, `pinned`, `training` (`idle`, `waiting`, `running`)
-    and `loads` (requests that each worker held). Applying the lines in order gives every table of the run.
+    and `loads` (requests that each worker held). The first line of a process is `fresh`: nothing before it holds.
+    Applying the lines in order gives every table of the run.
     """
 
     def __init__(
@@ -23,6 +24,7 @@ class TableLog:
         self._loads = loads
         self._rows: Mapping[WorkerId, Worker] = {}
         self._table: object = None
+        self._fresh = True
         self._about: dict[str, Any] = {}
 
     def follow(self, state: ElasticState, now_s: float) -> None:
@@ -35,7 +37,9 @@ class TableLog:
         gone = sorted(self._rows.keys() - rows.keys())
         self._table, self._rows, self._about = state.table, rows, about
         loads = {id_: load for id_, load in self._loads().items() if load}
-        self._append({"now_s": now_s, **about, "rows": encode(changed), "gone": gone, "loads": encode(loads)})
+        line = {"now_s": now_s, **about, "rows": encode(changed), "gone": gone, "loads": encode(loads)}
+        self._append({**line, "fresh": True} if self._fresh else line)
+        self._fresh = False
 
 
 def _about(state: ElasticState) -> dict[str, Any]:

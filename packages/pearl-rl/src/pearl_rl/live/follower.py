@@ -11,7 +11,7 @@ from typing import Any
 from pearl_rl.control.control_server import read_control
 from pearl_rl.presentation.words import seconds
 from pearl_rl.report.run_record import NOBODY_S, check_run_folder, step_tokens
-from pearl_rl.report.table_history import Snapshot, configuration_text, gpu_words
+from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
 from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY
 
 _DECISIONS = 30
@@ -112,10 +112,7 @@ class Follower:
         self.steps.append(dict(line))
 
     def _table(self, line: Mapping[str, Any]) -> None:
-        rows = {**self.rows, **{int(id_): row for id_, row in line["rows"].items()}}
-        for id_ in line["gone"]:
-            rows.pop(int(id_), None)
-        self.rows, self.about = rows, line
+        self.rows, self.about = applied(self.rows, line), line
 
     def _loads(self, line: Mapping[str, Any]) -> None:
         self.loads = line["loads"]

@@ -17,13 +17,20 @@ class Snapshot:
     about: Mapping[str, Any]
 
 
+def applied(rows: Mapping[int, Mapping[str, Any]], line: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """The rows after one line of `table.jsonl`."""
+    before = {} if line.get("fresh") else rows
+    after = {**before, **{int(id_): row for id_, row in line["rows"].items()}}
+    for id_ in line["gone"]:
+        after.pop(int(id_), None)
+    return after
+
+
 def snapshots(lines: Iterable[Mapping[str, Any]]) -> Iterator[Snapshot]:
     """Every table of a run, in order."""
     rows: dict[int, Mapping[str, Any]] = {}
     for line in lines:
-        rows = {**rows, **{int(id_): row for id_, row in line["rows"].items()}}
-        for id_ in line["gone"]:
-            rows.pop(int(id_), None)
+        rows = applied(rows, line)
         yield Snapshot(float(line["now_s"]), rows, line)
 
 
