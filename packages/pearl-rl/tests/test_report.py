@@ -18,7 +18,8 @@ from pearl_rl.report.standalone import standalone_plots
 from pearl_rl.report.svg import Plot, number, ticks, time_ticks
 from pearl_rl.report.table_history import configuration_text, gpu_words, lanes, levels, snapshots
 from pearl_rl.report.thinning import buckets, means, sums
-from pearl_rl.run_folder import RunFolder
+from pearl_rl.report.timeline import timeline
+from pearl_rl.run_folder import RunFolder, read_decisions
 from pearl_rl.simulation.cluster import simulate
 from pearl_rl.simulation.scenario import load_scenario
 
@@ -161,6 +162,30 @@ def test_a_running_job_has_a_report_that_says_so(folder, tmp_path):
         file.write(b'{"event":"Rollo')
     found = diagnose(read_run(tmp_path))
     assert any("3 of 3 steps are complete" in finding.text for finding in found)
+
+
+def test_a_run_that_went_on_is_one_line_of_time(folder, tmp_path):
+    for path in folder.iterdir():
+        text = path.read_text()
+        if path.suffix == ".jsonl":
+            # The same once more, as a second process of the run would write it.
+            again = [json.loads(line) for line in text.splitlines()]
+            for line in again:
+                if "number" in line:
+                    line["number"] += len(read_decisions(folder / "decisions.jsonl"))
+            text += "".join(json.dumps(line) + "\n" for line in again)
+        (tmp_path / path.name).write_text(text)
+    once, twice = read_run(folder), read_run(tmp_path)
+    assert len(twice.steps) == 2 * len(once.steps)
+    times = [step["now_s"] for step in twice.steps]
+    assert times == sorted(times)
+    assert twice.end_s == pytest.approx(2 * once.end_s, rel=0.01)
+    starts = [level.at_s for level in twice.levels]
+    assert starts == sorted(set(starts))
+    Page(run_page(twice))
+    spans_ = [event for event in timeline(tmp_path) if event["ph"] == "X"]
+    assert max(event["ts"] for event in spans_) > 1e6 * once.end_s
+    assert all(event["dur"] >= 0 for event in spans_)
 
 
 # ---- what it shows --------------------------------------------------------------------------------------------------

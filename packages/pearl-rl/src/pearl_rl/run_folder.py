@@ -6,7 +6,7 @@ kill the last line may be torn, which `read_lines` skips and `LineFile` repairs 
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -192,8 +192,13 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_decisions(path: Path) -> list[dict[str, Any]]:
     """The decisions of a run, each with `measured`: the steps that ran under it."""
+    return joined_decisions(read_lines(path))
+
+
+def joined_decisions(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of `decisions.jsonl` as `read_decisions` gives them."""
     decisions: list[dict[str, Any]] = []
-    for line in read_lines(path):
+    for line in lines:
         if "decision" in line:
             decisions.append({**line, "measured": []})
         else:

@@ -88,7 +88,8 @@ class Follower:
     # ---- what was read ----------------------------------------------------------------------------------------------
 
     def _event(self, line: Mapping[str, Any]) -> None:
-        self.now_s = max(self.now_s, line["now_s"])
+        # A process that goes on counts from 0 again.
+        self.now_s = line["now_s"]
         kind = line["event"]
         if kind == "RolloutBegan":
             self.step, self.batch, self.remaining = line["step"], line["batch"], line["batch"]

@@ -2,15 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from pearl_rl.errors import CommandError
+from pearl_rl.report.run_clock import RunClock
 from pearl_rl.report.table_history import Lane, Level, lanes, levels, snapshots
-from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY, read_decisions, read_lines
+from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY, joined_decisions, read_lines
 
 PARTS = ("queue", "prefill", "transfer", "decode", "environment")
 """What a turn's time is made of."""
@@ -122,12 +123,13 @@ def _read(path: Path) -> RunRecord:
     document = json.loads((path / (SCENARIO_JSON if simulated else CONFIG_JSON)).read_text(encoding="utf-8"))
     config, origins = (document, {}) if simulated else (document["settings"], document["origins"])
     summary_file = path / SUMMARY
-    steps = list(read_lines(path / "metrics.jsonl"))
-    events, failures, times = _events(path)
-    history = list(snapshots(read_lines(path / "table.jsonl")))
+    clock = RunClock.of(path)
+    steps = list(clock.lines(path / "metrics.jsonl"))
+    events, failures, times = _events(clock.lines(path / "events.jsonl"))
+    history = list(snapshots(clock.lines(path / "table.jsonl")))
     begin_s = min(times, default=0.0)
     end_s = max([*times, *(step["now_s"] for step in steps)], default=0.0)
-    all_decisions = read_decisions(path / "decisions.jsonl")
+    all_decisions = joined_decisions(clock.lines(path / "decisions.jsonl"))
     latency, step_latency, turns = _latency(path)
     return RunRecord(
         path=path,
@@ -158,11 +160,11 @@ def _name(config: Mapping[str, Any], path: Path, *, simulated: bool) -> str:
     return path.resolve().name
 
 
-def _events(path: Path) -> tuple[Counter[str], list[tuple[float, str]], list[float]]:
+def _events(lines: Iterable[Mapping[str, Any]]) -> tuple[Counter[str], list[tuple[float, str]], list[float]]:
     counts: Counter[str] = Counter()
     failures: list[tuple[float, str]] = []
     times: list[float] = []
-    for line in read_lines(path / "events.jsonl"):
+    for line in lines:
         kind = line["event"]
         counts[kind] += 1
         times.append(line["now_s"])

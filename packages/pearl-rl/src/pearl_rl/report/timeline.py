@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pearl_rl.report.run_clock import RunClock
 from pearl_rl.report.run_record import check_run_folder
 from pearl_rl.report.table_history import Snapshot, lanes, levels, snapshots
 from pearl_rl.report.trace import (
@@ -20,7 +21,7 @@ from pearl_rl.report.trace import (
     side_by_side,
     span,
 )
-from pearl_rl.run_folder import read_decisions, read_lines
+from pearl_rl.run_folder import joined_decisions
 
 CONTROL, TRAJECTORIES, WORKERS = 1, 2, 100
 """Process numbers: the control plane, trajectories, and worker 0."""
@@ -69,35 +70,36 @@ def write_timeline(run: Path, out: Path, detail: Detail = Detail.ALL) -> int:
 
 def timeline(run: Path, detail: Detail = Detail.ALL) -> Iterator[TraceEvent]:
     """The events of a trace of the run in folder `run`."""
-    history = list(snapshots(read_lines(run / "table.jsonl")))
-    end_s = _end_s(run, history)
+    clock = RunClock.of(run)
+    history = list(snapshots(clock.lines(run / "table.jsonl")))
+    end_s = _end_s(clock, run, history)
     yield from name_process(CONTROL, "control plane", 0)
-    yield from _moments(run)
+    yield from _moments(clock, run)
     yield from _control_spans(history, end_s)
-    yield from _counters(run, history)
+    yield from _counters(clock, run, history)
     yield from _roles(history, end_s)
     if detail is not Detail.CONTROL:
-        yield from _requests(run)
+        yield from _requests(clock, run)
     if detail is Detail.ALL:
-        yield from _trajectories(run)
+        yield from _trajectories(clock, run)
 
 
-def _end_s(run: Path, history: Sequence[Snapshot]) -> float:
-    last = max((line["now_s"] for line in read_lines(run / "events.jsonl")), default=0.0)
+def _end_s(clock: RunClock, run: Path, history: Sequence[Snapshot]) -> float:
+    last = max((line["now_s"] for line in clock.lines(run / "events.jsonl")), default=0.0)
     return max(last, history[-1].at_s if history else 0.0)
 
 
 # ---- the control plane ----------------------------------------------------------------------------------------------
 
 
-def _moments(run: Path) -> Iterator[TraceEvent]:
+def _moments(clock: RunClock, run: Path) -> Iterator[TraceEvent]:
     yield from name_thread(CONTROL, _EVENTS, "events")
-    for line in read_lines(run / "events.jsonl"):
+    for line in clock.lines(run / "events.jsonl"):
         if line["event"] not in _QUIET:
             args = {key: value for key, value in line.items() if key not in ("event", "now_s")}
             yield instant(CONTROL, _EVENTS, line["event"], line["now_s"], args)
     yield from name_thread(CONTROL, _DECISIONS, "decisions")
-    for line in read_decisions(run / "decisions.jsonl"):
+    for line in joined_decisions(clock.lines(run / "decisions.jsonl")):
         yield instant(CONTROL, _DECISIONS, _decision_name(line), line["now_s"], _decision_args(line))
 
 
@@ -179,7 +181,7 @@ def _stretches(history: Iterable[Snapshot], end_s: float, find: Any) -> Iterator
         yield _Stretch(start_s, end_s, name, args)
 
 
-def _counters(run: Path, history: Sequence[Snapshot]) -> Iterator[TraceEvent]:
+def _counters(clock: RunClock, run: Path, history: Sequence[Snapshot]) -> Iterator[TraceEvent]:
     for level in levels(history):
         gpus = {
             "reserved": level.reserved_gpus,
@@ -189,12 +191,12 @@ def _counters(run: Path, history: Sequence[Snapshot]) -> Iterator[TraceEvent]:
         yield counter(CONTROL, "GPUs of rollout", level.at_s, gpus)
         workers = {"prefill": level.prefill, "decode": level.decode, "colocated": level.colocated}
         yield counter(CONTROL, "serving workers", level.at_s, workers)
-    for line in read_lines(run / "events.jsonl"):
+    for line in clock.lines(run / "events.jsonl"):
         if line["event"] == "RolloutBegan":
             yield counter(CONTROL, "trajectories left", line["now_s"], {"left": line["batch"]})
         elif line["event"] == "RolloutProgressed":
             yield counter(CONTROL, "trajectories left", line["now_s"], {"left": line["remaining"]})
-    for step in read_lines(run / "metrics.jsonl"):
+    for step in clock.lines(run / "metrics.jsonl"):
         if step["duration_s"] > 0:
             rate = (step["generated_tokens"] + step["trained_tokens"]) / step["duration_s"]
             yield counter(CONTROL, "tokens/s", max(0.0, step["now_s"] - step["duration_s"]), {"tokens/s": rate})
@@ -228,8 +230,8 @@ class _Served:
     part: str
 
 
-def _served(run: Path) -> Iterator[tuple[int, _Served]]:
-    for line in read_lines(run / "requests.jsonl"):
+def _served(clock: RunClock, run: Path) -> Iterator[tuple[int, _Served]]:
+    for line in clock.lines(run / "requests.jsonl"):
         start_s, end_s = line["started_s"], line["finished_s"]
         if line["prefill"] is None:
             yield line["worker"], _Served(start_s, end_s, line, "")
@@ -240,9 +242,9 @@ def _served(run: Path) -> Iterator[tuple[int, _Served]]:
             yield line["worker"], _Served(max(handed_s, end_s - line["decode_s"]), end_s, line, "decode")
 
 
-def _requests(run: Path) -> Iterator[TraceEvent]:
+def _requests(clock: RunClock, run: Path) -> Iterator[TraceEvent]:
     by_worker: dict[int, list[_Served]] = {}
-    for worker, served in _served(run):
+    for worker, served in _served(clock, run):
         by_worker.setdefault(worker, []).append(served)
     sources: dict[str, tuple[int, int, float]] = {}
     targets: dict[str, tuple[int, int, float]] = {}
@@ -274,7 +276,7 @@ class _Played:
     line: Mapping[str, Any]
 
 
-def _trajectories(run: Path) -> Iterator[TraceEvent]:
+def _trajectories(clock: RunClock, run: Path) -> Iterator[TraceEvent]:
     yield from name_process(TRAJECTORIES, "trajectories", 1)
     keep = ("id", "group", "task", "reward", "dispatch_version", "step")
     played = [
@@ -283,7 +285,7 @@ def _trajectories(run: Path) -> Iterator[TraceEvent]:
             line["finished_s"],
             {**{key: line[key] for key in keep}, "turns": [_times(turn) for turn in line["turns"]]},
         )
-        for line in read_lines(run / "trajectories.jsonl")
+        for line in clock.lines(run / "trajectories.jsonl")
     ]
     named = 0
     for lane, item in side_by_side(played):
