@@ -11,6 +11,7 @@ from typing import Any
 
 from dst.invariants import check_counts, check_state, check_table, check_tokens, require
 from dst.script import Op, Script
+from pearl_executor.calls import Action
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.limits import Limits
 from pearl_executor.ports import GenerateRequest, GenerateResult, OnChunk, WorkerError
@@ -323,7 +324,10 @@ class Life:
         self.stalls = StallProbe(machine.workers, lambda event: self.scheduler.post(event), probe_s=LIMITS.probe_s)
         self.router = Router(calls, limits, on_fault=self.fault, on_stall=self.stalls.suspect)
         calls.table = lambda: self.scheduler.state.table
-        self.executor = ElasticExecutor(machine.workers, machine.training, machine.weights, LIMITS)
+        self.actions: list[Action] = []
+        self.executor = ElasticExecutor(
+            machine.workers, machine.training, machine.weights, LIMITS, on_action=self.actions.append
+        )
         self.answers = Answers(self.executor)
         self.recovered = self.recover()
         self.before = self.recovered.state

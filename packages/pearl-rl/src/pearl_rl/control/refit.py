@@ -21,6 +21,9 @@ from pearl_telemetry.window import SampleWindow
 _STEPS: Final = 8
 """Newest steps of each mode that its cost per turn is fitted to."""
 
+SAMPLES_S: Final = 10.0
+"""How long a worker may take to say what it measured; a later answer is void, and the others suffice."""
+
 _MEMORY: Final = 20
 """Steps after which a mode's measured cost per turn is forgotten."""
 
@@ -158,11 +161,12 @@ class Refit:
         """Ask every serving worker for its samples; who does not answer has none."""
         table = self._table()
         rows = [table.rows[id_] for id_ in table.active()]
-        answers = await asyncio.gather(*(self._workers.samples(row) for row in rows), return_exceptions=True)
+        questions = (asyncio.wait_for(self._workers.samples(row), SAMPLES_S) for row in rows)
+        answers = await asyncio.gather(*questions, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, EngineSamples):
                 self._window.add(answer)
-            elif not isinstance(answer, WorkerError):
+            elif not isinstance(answer, WorkerError | TimeoutError):
                 raise answer
 
     def _publish(self) -> None:
