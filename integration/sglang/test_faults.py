@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+import shutil
 import sys
 from contextlib import contextmanager
 
@@ -193,3 +194,31 @@ def test_an_answer_in_which_tokens_are_missing_is_refused():
     meta = {"completion_tokens": 2, "weight_version": "3", "output_token_logprobs": [[-0.5, 7, None]]}
     with pytest.raises(AnswerError, match="1 tokens were never sent"):
         answer.add({"output_ids": [7], "meta_info": meta})
+
+
+def test_a_relaunch_takes_newer_weights_where_its_own_are_not_kept_any_more(model, tmp_path):
+    with world(model, tmp_path / "run", Role.COLOCATED, Role.COLOCATED) as (servers, (one, other)):
+        old = tmp_path / "old"
+        shutil.copytree(servers.later, old)
+
+        async def relaunch():
+            await servers.runtime.load_weights(one, WeightSnapshot(2, str(old)))
+            await servers.runtime.load_weights(other, WeightSnapshot(3, str(servers.later)))
+            shutil.rmtree(old)
+            await servers.runtime.switch_role(one, Role.DECODE)
+            assert servers.runtime.server(one).version == 3
+            shutil.copytree(servers.later, old)
+            await servers.runtime.load_weights(other, WeightSnapshot(4, str(old)))
+            shutil.rmtree(old)
+            with pytest.raises(WorkerLostError, match="weights 4 are not kept any more"):
+                await servers.runtime.switch_role(other, Role.DECODE)
+
+        servers.run(relaunch())
+
+
+def test_a_server_without_weights_serves_nobody(model, tmp_path):
+    timeouts = SglangTimeouts(start_s=60.0, versions_s=0.3)
+    with Servers(STAND_IN, model, tmp_path, timeouts=timeouts) as servers:
+        (row,) = servers.start(Role.COLOCATED)
+        with pytest.raises(WorkerError, match=r"could not begin within 0\.3 s: worker 1 .* holds weights None"):
+            servers.run(servers.runtime.generate(row, request(), lambda _: None))

@@ -280,7 +280,8 @@ def _may_begin(call: Call) -> bool:
     if not all(server.open.is_set() for server in call.servers):
         return False
     # KV that other weights computed must not be decoded with: both sides load at the same time, one is a little later.
-    return len({server.version for server in call.servers}) == 1
+    versions = {server.version for server in call.servers}
+    return len(versions) == 1 and None not in versions
 
 
 def _result(

@@ -185,15 +185,26 @@ class SglangRuntime:
             await server.flip(role)
             self._journal.write("flipped", server.id, server.incarnation, role=role.value)
             return
-        snapshot = self._snapshots.get(worker.id)
+        had_weights = server.version is not None
         fresh = await self._fleet.replace(server, role)
-        if snapshot is not None:
+        # A worker that was just resumed has no weights to keep; its load comes next.
+        if had_weights:
             try:
+                self._snapshots[worker.id] = snapshot = self._kept_snapshot(worker)
                 await self._loader.load(fresh, snapshot)
             except WorkerError as error:
                 # Relaunched without its weights it is nothing that could serve in either role.
                 await self._fleet.end(fresh, 0.0)
                 raise WorkerLostError(f"{fresh} did not get its weights back as {role}: {error}", worker.id) from None
+
+    def _kept_snapshot(self, worker: Worker) -> WeightSnapshot:
+        """What the worker held, or where that is not kept any more the newest that any worker loaded."""
+        own = self._snapshots[worker.id]
+        known = [own, *sorted(self._snapshots.values(), key=lambda snapshot: -snapshot.version)]
+        for snapshot in known:
+            if snapshot.version >= own.version and Path(snapshot.uri).is_dir():
+                return snapshot
+        raise WorkerError(f"weights {own.version} are not kept any more, nor any newer")
 
     async def load_weights(self, worker: Worker, snapshot: WeightSnapshot) -> int:
         """Load a snapshot and verify what the server then holds. Returns the version that it reports."""
