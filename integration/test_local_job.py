@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pearl_rl.cli.replay import calibrated
+from pearl_rl.live.follower import Follower
+from pearl_rl.report.page import run_page, tiles
+from pearl_rl.report.run_record import read_run
+from pearl_rl.report.timeline import timeline
 from pearl_rl.run_folder import read_decisions, read_lines
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -74,6 +79,31 @@ def test_the_run_folder_explains_what_happened(finished) -> None:
     assert measured
     assert all(m["measured_s"] > 0 and m["predicted_s"] > 0 for m in measured)
     assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+def test_people_see_the_run_as_it_was(finished) -> None:
+    folder, summary = finished
+    run = read_run(folder)
+    shown = {key: value for key, value, _ in tiles(run)}
+    assert shown["steps"] == "8"
+    assert [shown[key] for key in ("reclaims", "borrows")] == [str(summary[key]) for key in ("reclaims", "borrows")]
+    assert {lane.group for lane in run.lanes} >= {"training", "reserved", "preemptible"}
+    assert run_page(run).count("<svg") >= 12
+    spans = [event["name"].split()[-1] for event in timeline(folder) if event["ph"] == "X"]
+    assert {line["rid"] for line in read_lines(folder / "requests.jsonl")} <= set(spans)
+    follower = Follower(folder)
+    follower.refresh()
+    assert (follower.view()["state"], follower.view()["completed"]) == ("ended", 8)
+
+
+def test_the_run_plays_again_in_the_simulator(finished) -> None:
+    folder, _ = finished
+    _, result = calibrated(folder)
+    recorded = list(read_lines(folder / "metrics.jsonl"))
+    assert [step.trajectories for step in result.steps] == [step["trajectories"] for step in recorded]
+    assert result.counts.lost_trajectories == result.counts.stale_served == 0
+    tokens = sum(step["generated_tokens"] for step in recorded)
+    assert sum(step.generated_tokens for step in result.steps) == pytest.approx(tokens, rel=0.05)
 
 
 def test_weight_versions_within_a_trajectory_never_go_back_and_stay_within_the_bound(finished) -> None:
