@@ -88,7 +88,8 @@ def robust_plane(columns: Floats, y: Floats, weights: Floats) -> tuple[Floats, f
         if rank < columns.shape[1]:
             return None
         settled = bool(np.all(np.abs(new - found) <= 1e-9 * np.abs(new)))
-        found, left = new, y - columns @ new
+        found = np.asarray(new, dtype=np.float64)
+        left = y - columns @ found
         spread = 1.4826 * weighted_median(np.abs(left), weights)
         if settled or spread <= 1e-12 * float(np.abs(y).max()):
             break

@@ -344,7 +344,7 @@ def _wape(pairs: Iterable[tuple[float, float]]) -> float:
 
 def rows(bench: Bench, *, quick: bool) -> Iterable[TargetRow]:
     """The demands on the planner as rows of a reproduction."""
-    jobs = [QualityJob(draw(seed)) for seed in range(8 if quick else CASES)]
+    jobs = [QualityJob(draw(seed)) for seed in range(2 if quick else CASES)]
     bench.prepare(jobs)
     extended = summarize([bench.result(job) for job in jobs])[0]
     yield TargetRow(
