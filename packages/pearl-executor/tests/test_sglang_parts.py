@@ -229,6 +229,8 @@ def test_sizes_come_from_the_models_own_configuration(tmp_path):
     write(tmp_path, {"w": ([2], [1.0, 2.0])})
     size = ModelSize.of(tmp_path, "float32")
     assert size.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert size.weight_bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert size.weight_bytes == 8
+    assert ModelSize.of(tmp_path, "bfloat16").weight_bytes == 4
+    assert ModelSize.of(tmp_path, "auto").weight_bytes == 8
     with pytest.raises(ValueError, match="no model configuration"):
         ModelSize.of(tmp_path / "none", "float32")

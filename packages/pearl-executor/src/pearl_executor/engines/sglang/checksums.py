@@ -34,7 +34,7 @@ Place = tuple[Path, int, int]
 
 def snapshot_checksum(folder: Path) -> str:
     """The digest under which a snapshot was published (`engines.torch.weights.weights_checksum`), from its files."""
-    entries = {name: (kind, shape, place) for name, kind, shape, place in _tensors(folder)}
+    entries = {name: (kind, shape, place) for name, kind, shape, place in stored_tensors(folder)}
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(entries):
         kind, shape, place = entries[name]
@@ -51,7 +51,7 @@ def expected_checksums(folder: Path, dtype: str) -> dict[str, str]:
     """
     places: dict[str, Place] = {}
     padding: dict[str, int] = {}
-    for name, kind, shape, place in _tensors(folder):
+    for name, kind, shape, place in stored_tensors(folder):
         if kind != dtype:
             return {}
         places[name] = place
@@ -97,7 +97,7 @@ def _blocks(place: Place) -> Iterator[bytes]:
             yield block
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, str, list[int], Place]]:
+def stored_tensors(folder: Path) -> Iterator[tuple[str, str, list[int], Place]]:
     """Name, dtype, shape, and where its bytes lie, of each tensor of all files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -2,8 +2,13 @@
 
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from pearl_executor.engines.sglang.checksums import stored_tensors
+
+_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +28,9 @@ class ModelSize:
             layers = int(config["num_hidden_layers"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} holds no model configuration that can be read: {error}") from None
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        return ModelSize(weights, 2 * layers * heads * width * (4 if dtype == "float32" else 2))
+        weights = 0
+        if any(folder.glob("*.safetensors")):
+            for _, _, shape, (_, start, end) in stored_tensors(folder):
+                # Loaded in another number format, a tensor takes that format's bytes.
+                weights += prod(shape) * _BYTES[dtype] if dtype in _BYTES else end - start
+        return ModelSize(weights, 2 * layers * heads * width * _BYTES.get(dtype, 2))
