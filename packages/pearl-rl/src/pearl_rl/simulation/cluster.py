@@ -40,7 +40,7 @@ from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
 from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, SimulationResult
 from pearl_rl.simulation.parameters import Parameters, load_parameters
-from pearl_rl.simulation.policies import injection, policy_setup
+from pearl_rl.simulation.policies import injection, policy_setup, straggler_patience
 from pearl_rl.simulation.prior import platform_prior, workload_prior
 from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
@@ -336,7 +336,7 @@ class SimulatedCluster:
             group_size=rollout.group_size,
             max_staleness=rollout.max_staleness,
             injection=injection(self.scenario),
-            straggler_patience=rollout.straggler_patience or math.inf,
+            straggler_patience=straggler_patience(self.scenario),
             seed=run.seed,
             wall_limit_s=math.inf if run.steps else run.duration_s,
             batch_s=30 * 86_400.0,

@@ -63,6 +63,17 @@ def injection(scenario: Scenario) -> Injection:
     return Injection.CONTINUOUS if scenario.policy.name.split("+")[-1] == "tiderl" else Injection.BATCH
 
 
+_PATIENCE = 0.1
+
+
+def straggler_patience(scenario: Scenario) -> float:
+    """How long an update waits for samples that it would make too old, in mean step times."""
+    chosen = scenario.rollout.straggler_patience
+    if chosen is None:
+        chosen = _PATIENCE if scenario.policy.name.split("+")[-1] == "tiderl" else 0.0
+    return chosen or math.inf
+
+
 def _borrowing(policy: Policy, *, borrows: bool) -> Policy:
     if not isinstance(policy, InStepPolicy | ModelPolicy):
         return policy

@@ -70,8 +70,11 @@ class RolloutSection(Section):
     injection: Literal["", "batch", "continuous"] = Field(
         default="", description="when groups are dispatched; empty: continuous for policies with tiderl, else batch"
     )
-    straggler_patience: float = Field(
-        default=0.0, ge=0, description="mean step times that an update waits for stragglers; 0: as long as needed"
+    straggler_patience: float | None = Field(
+        default=None,
+        ge=0,
+        description="mean step times that an update waits for stragglers before it gives them up; 0: as long as "
+        "needed; unset: 0.1 for policies with tiderl",
     )
 
 
