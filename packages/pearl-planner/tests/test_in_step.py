@@ -34,6 +34,11 @@ PLATFORM = PlatformProfile(
 SINGLE_TURN = replace(WORKLOAD, turns=1, new_prompt_tokens=200, response_tokens=8000, environment_s=0.1, bubble_ratio=0)
 
 
+def even(*, persistence_s: float = 30.0) -> InStepPolicy:
+    """Prorsa that begins with as many prefill as decode workers."""
+    return prorsa(persistence_s=persistence_s, first=Configuration(1, 1))
+
+
 def load(prefill: float, decode: float, now_s: float = 100.0) -> events.LoadForecast:
     """Demands in instances (a and b of eq. 1)."""
     return events.LoadForecast(
@@ -94,7 +99,7 @@ def running(policy: InStepPolicy, workers: int = 8, workload: WorkloadProfile = 
 
 
 def test_prorsa_starts_disaggregated_and_moves_with_the_forecast() -> None:
-    state = running(prorsa())
+    state = running(even())
     assert state.table.configuration == Configuration(4, 4)
     state, effects = forecasts(state, 0.5, 2.0)
     record = next(effect for effect in effects if isinstance(effect, RecordDecision))
@@ -106,7 +111,7 @@ def test_prorsa_starts_disaggregated_and_moves_with_the_forecast() -> None:
 
 
 def test_the_least_loaded_worker_is_the_one_that_changes_its_role() -> None:
-    state = running(prorsa())
+    state = running(even())
     prefill = [id_ for id_ in state.table.active() if state.table.rows[id_].role is Role.PREFILL]
     loads = {id_: 5.0 + i for i, id_ in enumerate(prefill)} | {prefill[2]: 1.0}
     state, effects = forecasts(state, 0.8, 1.4, loads)
@@ -116,7 +121,7 @@ def test_the_least_loaded_worker_is_the_one_that_changes_its_role() -> None:
 
 
 def test_one_plan_at_a_time_and_the_next_forecast_finds_it_done() -> None:
-    state, effects = forecasts(running(prorsa()), 0.5, 2.0)
+    state, effects = forecasts(running(even()), 0.5, 2.0)
     for now_s in (120.0, 130.0):
         state, none = step(state, load(3.0, 0.5, now_s))
         assert none == ()
@@ -126,13 +131,13 @@ def test_one_plan_at_a_time_and_the_next_forecast_finds_it_done() -> None:
 
 
 def test_a_switch_that_does_not_pay_is_not_made() -> None:
-    state, effects = forecasts(running(prorsa(persistence_s=1.0)), 0.8, 1.2)
+    state, effects = forecasts(running(even(persistence_s=1.0)), 0.8, 1.2)
     assert effects == ()
     assert state.table.configuration == Configuration(4, 4)
 
 
 def test_what_a_reclaim_left_of_the_ratio_stands_until_the_next_forecast() -> None:
-    state, effects = forecasts(running(prorsa(persistence_s=60.0)), 0.5, 2.0)
+    state, effects = forecasts(running(even(persistence_s=60.0)), 0.5, 2.0)
     state, _ = settle(state, effects, 106.0)
     gone = [id_ for id_ in state.table.active() if state.table.rows[id_].role is Role.DECODE][:4]
     gpus = frozenset(gpu for id_ in gone for gpu in state.table.rows[id_].gpus)
@@ -161,26 +166,26 @@ def test_the_composition_takes_mode_and_budget_from_pearl() -> None:
 
 
 def test_other_policies_do_not_answer_forecasts() -> None:
-    state = running(prorsa())
+    state = running(even())
     state = replace(state, settings=replace(state.settings, policy=pearl()))
     assert forecasts(state, 0.5, 2.0)[1] == ()
 
 
 def test_a_person_who_pinned_the_configuration_is_not_overruled() -> None:
-    state, effects = step(running(prorsa()), events.ConfigurationPinned(now_s=50.0, configuration=Configuration(3, 5)))
+    state, effects = step(running(even()), events.ConfigurationPinned(now_s=50.0, configuration=Configuration(3, 5)))
     state, _ = settle(state, effects, 51.0)
     assert state.table.configuration == Configuration(3, 5)
     assert forecasts(state, 0.5, 2.0)[1] == ()
 
 
 def test_without_a_known_kv_capacity_a_forecast_says_nothing() -> None:
-    state = running(prorsa())
+    state = running(even())
     assert forecasts(replace(state, platform=replace(PLATFORM, kv_capacity_bytes=0.0)), 0.5, 2.0)[1] == ()
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    st.sampled_from([prorsa(), pearl_prorsa()]),
+    st.sampled_from([prorsa(), even(), pearl_prorsa()]),
     st.integers(1, 9),
     st.lists(st.tuples(st.floats(0.0, 9.0), st.floats(0.0, 9.0)), min_size=1, max_size=4),
 )
@@ -201,18 +206,18 @@ def test_whatever_is_forecast_everybody_serves_and_roles_are_paired(
 
 def test_forecasts_are_refused_where_they_make_no_sense() -> None:
     with pytest.raises(ValueError, match="prefill_tokens = nan"):
-        forecasts(running(prorsa()), float("nan"), 1.0)
+        forecasts(running(even()), float("nan"), 1.0)
 
 
 def test_a_margin_that_nobody_needs_is_not_paid_for() -> None:
-    state, effects = forecasts(running(prorsa(persistence_s=60.0)), 0.02, 0.2)
+    state, effects = forecasts(running(even(persistence_s=60.0)), 0.02, 0.2)
     assert effects == ()
     assert state.table.configuration == Configuration(4, 4)
 
 
 def test_what_is_wanted_for_long_is_expected_to_stay_wanted() -> None:
     """A switch that half a minute would not repay is made once the demand has lasted."""
-    state, waited = running(prorsa(persistence_s=1.0)), 0
+    state, waited = running(even(persistence_s=1.0)), 0
     effects: tuple[Effect, ...] = ()
     while not effects:
         state, effects = step(state, load(0.4, 1.2, 100.0 + 10.0 * waited))
@@ -245,3 +250,9 @@ def test_what_waits_for_a_full_decode_pool_is_work_for_decode() -> None:
     assert blocked.decode_kv_bytes == pytest.approx(180e9 + 500_000 * 100_000)
     assert roomy.decode_kv_bytes == full.decode_kv_bytes
     assert target_configuration(blocked, 10).decode > target_configuration(roomy, 10).decode
+
+
+def test_prorsa_begins_with_the_ratio_of_the_profiles() -> None:
+    first = running(prorsa()).table.configuration
+    assert first == prorsa().decide(workload=WORKLOAD, platform=PLATFORM, budget_workers=8).selected
+    assert first.mode is Mode.DISAGGREGATION

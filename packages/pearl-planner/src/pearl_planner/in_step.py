@@ -24,8 +24,6 @@ from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Mode
 from pearl_state.worker import WorkerId
 
-_PAIR = Configuration(prefill=1, decode=1)
-
 REMEMBERED: Final = 12
 """Forecasts under one configuration that tell for how long a change has been wanted."""
 
@@ -50,6 +48,8 @@ class InStepPolicy:
     """Whether `decide` keeps the ratio that runs (Prorsa alone), or is asked for the best one (PEARL)."""
     persistence_s: float = 30.0
     """For how long a forecast demand is taken to last when a switch is weighed."""
+    first: Configuration | None = None
+    """Ratio to begin with where the ratio is kept; None: what the profiles say."""
 
     @property
     def expands(self) -> bool:
@@ -75,7 +75,7 @@ class InStepPolicy:
     ) -> Decision:
         """As `pearl_planner.decide.decide`."""
         if pinned is None and self.keeps_ratio:
-            pinned = current if current is not None and current.prefill else _PAIR
+            pinned = current if current is not None and current.prefill else self.first
         return self.between.decide(
             workload=workload,
             platform=platform,
@@ -234,12 +234,14 @@ def demand_of(
     )
 
 
-def prorsa(costs: SwitchCosts | None = None, *, persistence_s: float = 30.0) -> InStepPolicy:
+def prorsa(
+    costs: SwitchCosts | None = None, *, persistence_s: float = 30.0, first: Configuration | None = None
+) -> InStepPolicy:
     """Prorsa as in its paper: always disaggregated, no borrowing; it takes the pool as it comes."""
     between = ModelPolicy(
         name="prorsa", borrows=False, modes=frozenset({Mode.DISAGGREGATION}), costs=costs or SwitchCosts()
     )
-    return InStepPolicy(name="prorsa", between=between, keeps_ratio=True, persistence_s=persistence_s)
+    return InStepPolicy(name="prorsa", between=between, keeps_ratio=True, persistence_s=persistence_s, first=first)
 
 
 def pearl_prorsa(
