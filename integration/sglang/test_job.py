@@ -14,8 +14,8 @@ from pearl_rl.run_folder import read_lines
 
 pytestmark = pytest.mark.slow
 
-STEPS = 8
-LIMIT_S = 300.0
+STEPS = 6
+LIMIT_S = 900.0
 
 
 class Job:
