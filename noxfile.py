@@ -158,6 +158,20 @@ def sglang_python(session: nox.Session) -> str:
 
 
 @nox.session
+def chaos(session: nox.Session) -> None:
+    """Real processes, really broken: the control plane killed and resumed, a worker stopped; some minutes."""
+    sync(session)
+    session.run("pytest", "integration/test_chaos.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Broken and hostile input for every parser; fewer with `-- --inputs N`."""
+    sync(session)
+    session.run("python", "-m", "dst.fuzz", *session.posargs, env={**ONE_THREAD, "PYTHONPATH": "integration"})
+
+
+@nox.session
 def effects(session: nox.Session) -> None:
     """Predicted against measured effects on this machine; about half an hour."""
     sync(session)

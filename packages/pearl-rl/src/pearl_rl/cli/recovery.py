@@ -54,7 +54,7 @@ def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
     settings = _settings(run_dir)
     with RunLock(run_dir):
         if not (run_dir / "journal").is_dir():
-            raise CommandError(f"{run_dir}: holds no journal; only `pearl-rl train --set run.resume_from=…` can use it")
+            raise CommandError(f"{run_dir}: ended before its first record; begin it again with pearl-rl train")
         check_installed(settings)
         from pearl_rl.compose import train
 

@@ -173,13 +173,19 @@ def _open(storage: Storage) -> tuple[int, int, int]:
             continue
         number = begin["n"]
         for payload in reversed(found.payloads):
-            lines = payload.rsplit(b"\n", 1)
-            last = next(records(lines[-1]))
-            if last.get("k") != BEGIN:
-                number = last["n"] + 1
+            last = next(records(payload.rsplit(b"\n", 1)[-1]), None)
+            if last is not None and last.get("k") != BEGIN:
+                number = _number(segment, last) + 1
                 break
         return segment, number, torn
     return 0, 0, torn
+
+
+def _number(segment: int, record: Record) -> int:
+    number = record.get("n")
+    if not isinstance(number, int):
+        raise JournalError(f"segment {segment}: a record has no number")
+    return number
 
 
 def _line(record: Record) -> bytes:
