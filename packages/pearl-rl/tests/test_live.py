@@ -16,6 +16,7 @@ from pearl_rl.live.follower import Follower, Tail, event_words
 from pearl_rl.live.server import Dashboard
 from pearl_rl.live.table_now import table_now
 from pearl_rl.live.testing import OperableJob
+from pearl_rl.live.top import under_way
 from pearl_rl.observer import StepRecord
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.settings import load_settings
@@ -173,6 +174,16 @@ def test_status_and_top_show_one_screen(operated, capsys):
         assert part in out
     assert say(capsys, "top", operated.path, "--once")[1] == out
     assert json.loads(say(capsys, "status", operated.path, "--json")[1])["completed"] == 1
+
+
+def test_status_says_what_bounded_the_choice_and_which_gpus_wait(operated, capsys):
+    out = say(capsys, "status", operated.path)[1]
+    limits = operated.job.state.last_decision.limits
+    assert limits
+    for limit in limits:
+        assert limit in " ".join(out.split())
+    seen = {**view(operated.path), "loose": {"node-a": [9]}}
+    assert "GPU 9 on node-a: offered, and fewer than one worker needs" in under_way(seen)
 
 
 def test_apply_says_what_it_would_do_and_does_it(operated, capsys, tmp_path):
@@ -383,7 +394,7 @@ def test_the_dashboard_prints_its_address_and_ends_in_order(operated):
         url, _, token = process.stdout.readline().strip().partition("/#token=")
         status, body = asyncio.run(request(url, "POST", "/commands", '{"pin": "2P2D"}', token=token))
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert (status, json.loads(body)) == (200, {"pinned": "2P2D"})
 
 

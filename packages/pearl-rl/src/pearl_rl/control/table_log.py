@@ -12,9 +12,10 @@ class TableLog:
     """Writes a line whenever the table, the plan under way, a preparation or a pin changed.
 
     A line has `now_s`, `version`, `target_version` and `floor_version` of the table, `rows` (only those that changed),
-    `gone` (slots that were unbound), `plan` and `groups` under way, `pinned`, `training` (`idle`, `waiting`, `running`)
-    and `loads` (requests that each worker held). The first line of a process is `fresh`: nothing before it holds.
-    Applying the lines in order gives every table of the run.
+    `gone` (slots that were unbound), `plan` and `groups` under way, `pinned`, `training` (`idle`, `waiting` or
+    `running`), `loose` (node to GPUs that are too few for a worker) and `loads` (requests that each worker held). The
+    first line of a process is `fresh`: nothing before it holds. Applying the lines in order gives every table of the
+    run.
     """
 
     def __init__(
@@ -66,4 +67,5 @@ def _about(state: ElasticState) -> dict[str, Any]:
         "plan": plan,
         "groups": groups,
         "removals": removals,
+        "loose": {node: sorted(gpus) for node, gpus in sorted(state.loose.items())},
     }

@@ -155,6 +155,7 @@ class Follower:
             "plan": self.about.get("plan"),
             "groups": self.about.get("groups", []),
             "removals": self.about.get("removals", []),
+            "loose": self.about.get("loose", {}),
             "workers": [self._worker(id_, row) for id_, row in sorted(self.rows.items())[:most_workers]],
             "more_workers": max(0, len(self.rows) - most_workers) if most_workers is not None else 0,
             "serving_gpus": sum(len(row["gpus"]) for row in self._serving()),
@@ -234,6 +235,7 @@ def brief_decision(line: Mapping[str, Any]) -> dict[str, Any]:
             for c in decision["candidates"][:_CANDIDATES]
         ],
         "considered": decision["considered"],
+        "limits": decision["limits"],
         "measured": None,
     }
 

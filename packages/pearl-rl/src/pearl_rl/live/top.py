@@ -11,7 +11,7 @@ from rich.text import Text
 from pearl_rl.presentation.words import reason_words, seconds, sparkline
 from pearl_rl.report.charts import seconds_signed
 from pearl_rl.report.svg import number
-from pearl_rl.report.table_history import role_letter
+from pearl_rl.report.table_history import gpu_words, role_letter
 from pearl_state.decision import Reason
 
 _STYLE = {"prefill": "yellow", "decode": "cyan", "colocated": "green", "training": "magenta"}
@@ -34,6 +34,7 @@ def whole(view: Mapping[str, Any], *, most_workers: int = 40) -> RenderableType:
         *([Text(f"{len(view['workers']) - most_workers} more workers", style="dim")] * _more(view, most_workers)),
         *(Text(line) for line in under_way(view)),
         *(Text(decision_words(decision)) for decision in view["decisions"][:_SHOWN]),
+        *(Text(f"  {limit}", style="dim") for limit in newest_limits(view)),
         *(Text(f"{seconds(item['at_s'])}  {item['text']}", style="dim") for item in view["news"][:_SHOWN]),
     )
 
@@ -121,11 +122,20 @@ def under_way(view: Mapping[str, Any]) -> list[str]:
         given_up = ", being given up" if group["cancelled"] else ""
         lines.append(f"preparing {group['kind']} {group['id']}: workers {_ids(group['workers'])}{given_up}")
     lines += [f"removing workers {_ids(removal['workers'])}" for removal in view["removals"]]
+    for node, gpus in view["loose"].items():
+        where = f" on {node}" if node else ""
+        lines.append(f"{gpu_words(gpus)}{where}: offered, and fewer than one worker needs")
     return lines
 
 
 def _ids(ids: Sequence[int]) -> str:
     return ", ".join(map(str, ids))
+
+
+def newest_limits(view: Mapping[str, Any]) -> Sequence[str]:
+    """What bounded the newest choice of mode and ratio, in words."""
+    chosen = [decision for decision in view["decisions"] if decision["gate"] is None]
+    return chosen[0]["limits"] if chosen else ()
 
 
 def decision_words(decision: Mapping[str, Any]) -> str:

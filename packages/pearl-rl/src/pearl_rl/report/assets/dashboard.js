@@ -62,7 +62,7 @@
     part("control", [now.control, now.pinned, now.state], controls);
     part("map", now.workers, map);
     part("more", now.more_workers, (more) => { dash.querySelector(".more").textContent = more ? `${more} more workers are not shown.` : ""; });
-    part("plan", [now.plan, now.groups, now.removals], plan);
+    part("plan", [now.plan, now.groups, now.removals, now.loose], plan);
     part("spark", now.history, spark);
     part("decisions", now.decisions, decisions);
     part("news", now.news, (news) => dash.querySelector(".news").replaceChildren(
@@ -144,13 +144,14 @@
     return made;
   }
 
-  function plan([running, groups, removals]) {
+  function plan([running, groups, removals, loose]) {
     const items = [];
     if (running) items.push(make("p", { class: "running" },
       `Plan ${running.id} to ${running.target}: stage ${running.stage + 1} of ${running.stages}, workers ${running.workers.join(", ")}. `,
       make("progress", { max: running.stages, value: running.stage, "aria-label": "stages of the plan that are done" })));
     for (const group of groups) items.push(make("p", {}, `Preparing ${group.kind} ${group.id}: workers ${group.workers.join(", ")}${group.cancelled ? ", being given up" : ""}.`));
     for (const removal of removals) items.push(make("p", {}, `Removing workers ${removal.workers.join(", ")} (plan ${removal.id}).`));
+    for (const [node, gpus] of Object.entries(loose)) items.push(make("p", {}, `GPU ${gpus.join(", ")}${node ? ` on ${node}` : ""}: offered, and fewer than one worker needs.`));
     if (!items.length) items.push(make("p", {}, "Nothing changes at this moment."));
     dash.querySelector(".plan").replaceChildren(...items);
   }
@@ -193,7 +194,7 @@
       const made = make("details", { class: "decision", "data-number": item.number, "data-kind": changed ? "switch" : "stay" },
         make("summary", {}, make("span", { class: "when" }, duration(item.at_s)), make("b", {}, what), make("span", { class: "why" }, why)),
         make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", {}, "candidate"), make("th", {}, "makespan"), make("th", {}, "breaks"))), body)),
-        make("p", {}, `${item.considered} considered${item.measured ? `; step ${item.measured.step} then took ${duration(item.measured.seconds)}` : ""}`));
+        make("p", {}, `${item.limits.map((limit) => `${limit}. `).join("")}${item.considered} considered${item.measured ? `; step ${item.measured.step} then took ${duration(item.measured.seconds)}` : ""}`));
       made.open = open.has(String(item.number));
       return made;
     }));
