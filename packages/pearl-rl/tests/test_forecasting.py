@@ -1,0 +1,136 @@
+"""Forecasts while a run goes on: when they are made, what they look at, and what a simulation shows of them."""
+
+import asyncio
+
+import pytest
+
+from pearl_executor.virtual_time import SimulationDeadlockError, run_virtual
+from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
+from pearl_planner.forecast import WindowOutcome, WorkloadPredictor
+from pearl_planner.in_step import prorsa
+from pearl_planner.policies import pearl
+from pearl_rl.control.forecasting import ForecastLoop, admission_wape, forecasting_for, prefill_wape
+from pearl_rl.rollout.lifecycle import LifecycleTrace
+from pearl_rl.simulation.cluster import simulate
+from pearl_rl.simulation.data_parallel import DataParallelCosts
+from pearl_rl.simulation.scenario import scenario_from
+from pearl_state.events import Event, LoadForecast
+from pearl_state.profile import PlatformProfile, WorkloadProfile
+from pearl_state.trajectory import GroupId, TrajectoryId
+from pearl_state.worker import WorkerId
+
+WORKLOAD = WorkloadProfile(batch=4, turns=2, new_prompt_tokens=100, response_tokens=10)
+PLATFORM = PlatformProfile(
+    decode_fixed_s=0.01,
+    decode_per_sequence_s=0.001,
+    prefill_per_token_s=0.001,
+    kv_bytes_per_token=100.0,
+    transfer_bytes_per_s=1e9,
+    kv_capacity_bytes=1e6,
+)
+T = TrajectoryId("t00000000")
+
+
+def state() -> ElasticState:
+    return initial_state(
+        settings=ElasticSettings(policy=prorsa(), borrowing=Borrowing.OFF),
+        workload=WORKLOAD,
+        platform=PLATFORM,
+        training_gpus=1,
+    )
+
+
+def test_forecasts_come_every_horizon_while_trajectories_live_and_not_without() -> None:
+    async def main() -> tuple[list[Event], list[WindowOutcome]]:
+        posted: list[Event] = []
+        windows: list[WindowOutcome] = []
+        loop = ForecastLoop(WorkloadPredictor(), state=state, post=posted.append, on_window=windows.append)
+        trace = LifecycleTrace(loop.observe)
+        task = asyncio.create_task(loop.run())
+        await asyncio.sleep(100.0)
+        assert posted == [], "nothing lives"
+        trace.sampled(T, GroupId("g"))
+        trace.ready(T, 0, 500)
+        await asyncio.sleep(25.0)
+        trace.assigned(T, WorkerId(1))
+        trace.answered(T, 510, WorkerId(1))
+        trace.ended(T, accepted=True)
+        await asyncio.sleep(100.0)
+        task.cancel()
+        return posted, windows
+
+    posted, windows = run_virtual(main())
+    forecasts = [event for event in posted if isinstance(event, LoadForecast)]
+    assert [event.now_s for event in forecasts] == [100.0, 110.0, 120.0]
+    assert [event.prefill_tokens for event in forecasts] == [500.0] * 3
+    assert [event.live for event in forecasts] == [1, 1, 1]
+    assert [(w.forecast.prefill_tokens, w.prefill_tokens) for w in windows] == [(500.0, 500.0)] * 2
+
+
+def test_a_rollout_that_hangs_does_not_look_busy() -> None:
+    async def main() -> None:
+        loop = ForecastLoop(WorkloadPredictor(), state=state, post=lambda _event: None)
+        LifecycleTrace(loop.observe).sampled(T, GroupId("g"))
+        await loop.run()
+
+    with pytest.raises(SimulationDeadlockError):
+        run_virtual(main())
+
+
+def test_only_policies_that_answer_forecasts_pay_for_them() -> None:
+    assert forecasting_for(pearl()) is None
+    assert forecasting_for(prorsa(), 2.0).predictor.settings.horizon_s == 2.0  # type: ignore[union-attr]
+
+
+def small(policy: str, **sections: object) -> object:
+    document = {
+        "name": "small",
+        "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
+        "availability": {"trace": "none"},
+        "rollout": {"batch": 16, "group_size": 4, "max_staleness": 0},
+        "workload": {"max_turns": 12},
+        "policy": {"name": policy, "borrowing": "off"},
+        "run": {"steps": 2},
+        **sections,
+    }
+    return simulate(scenario_from(document))
+
+
+def test_a_simulated_run_switches_roles_inside_its_steps_and_loses_nothing() -> None:
+    result = small("prorsa")
+    assert result.counts.lost_trajectories == 0
+    assert result.counts.stale_served == 0
+    assert result.counts.mode_switches == 0
+    assert any(decision.trigger == "LoadForecast" and decision.reason == "forecast" for decision in result.decisions)
+    assert len(result.forecasts) > 3
+    brief = result.to_json(full=False)
+    assert brief["prefill_forecast_wape"] == prefill_wape(result.forecasts)
+    assert brief["admission_forecast_wape"] == admission_wape(result.forecasts)
+
+
+def test_the_composition_colocates_single_turns_as_pearl_does() -> None:
+    math = {"max_turns": 1, "response_scale": 30.0, "tool_scale": 0.0}
+    both, alone = (small(policy, workload=math, run={"steps": 1}) for policy in ("pearl+prorsa", "pearl"))
+    assert {interval.configuration for interval in both.timeline if interval.configuration} >= {"4C"}
+    assert both.timeline[-1].configuration == "4C"
+    assert both.throughput == pytest.approx(alone.throughput)
+
+
+class LinearCosts:
+    """A millisecond an iteration, and one for each token."""
+
+    def prefill_s(self, chunks, finished, sequences=0, context_tokens=0.0) -> float:
+        return 1e-3 + 1e-3 * (sum(tokens for tokens, _ in chunks) + sequences)
+
+    def decode_curve(self, sequences):
+        return sequences
+
+
+def test_ranks_wait_for_the_busiest_of_them() -> None:
+    costs = DataParallelCosts(LinearCosts(), 4)
+    alone_s, even_s = costs.prefill_s([(100, 0)], 1), costs.prefill_s([(100, 0)] * 4, 4)
+    assert alone_s == pytest.approx(even_s), "one prompt alone leaves three ranks idle"
+    assert even_s == pytest.approx(2e-3 + 4 * 99e-3)
+    assert costs.prefill_s([(100, 0), (60, 0), (40, 0), (30, 0), (20, 0)], 5) == pytest.approx(even_s)
+    assert DataParallelCosts(LinearCosts(), 1).prefill_s([(100, 0)], 1) == LinearCosts().prefill_s([(100, 0)], 1)
+    assert costs.decode_curve(7) == 7
