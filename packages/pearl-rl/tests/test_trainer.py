@@ -227,6 +227,26 @@ def test_a_checkpoint_that_a_rank_cannot_write_is_none_and_names_the_rank(loop, 
     assert (tmp_path / "checkpoint" / "state.json").is_file()
 
 
+def test_lost_ranks_begin_anew_on_the_newest_weights_with_the_moments_of_the_checkpoint(loop, trainer, tmp_path):
+    steady, shaken = trainer("steady"), trainer("shaken")
+    for one in (steady, shaken):
+        loop.run(one.start())
+        loop.run(one.update(batch(1)))
+    loop.run(shaken.save_checkpoint(tmp_path / "checkpoint"))
+    os.kill(shaken.pids[1], signal.SIGKILL)
+    with pytest.raises(TrainerLostError, match="rank 1 of 2 is gone"):
+        loop.run(shaken.update(batch(2)))
+    # What was published stays what is newest, whole and loadable.
+    assert shaken.version == 1
+    before = weights(shaken.newest.uri)
+    loop.run(shaken.recover(tmp_path / "checkpoint"))
+    after = [loop.run(one.update(batch(2))) for one in (steady, shaken)]
+    assert [result.version for result in after] == [2, 2]
+    assert after[0].metrics.optimizer_steps == after[1].metrics.optimizer_steps
+    assert difference(weights(after[0].snapshot_path), weights(after[1].snapshot_path)) < 1e-5
+    assert difference(weights(after[1].snapshot_path), before) > 1e-4
+
+
 class OverTcp:
     """Children that reach each other as those of a cluster do."""
 

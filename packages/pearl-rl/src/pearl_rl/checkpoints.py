@@ -119,6 +119,12 @@ class CheckpointWriter:
         if step == self._last:
             await self._settle()
 
+    @property
+    def newest(self) -> Path | None:
+        """The trainer's part of the newest complete checkpoint of this run; None before the first."""
+        found = sorted(file.parent for file in self._folder.glob(f"step-*/{_RUN}"))
+        return found[-1] / _TRAINER if found else None
+
     async def aclose(self) -> None:
         """Complete the checkpoint under way; one that fails leaves none, and a word in the log."""
         try:

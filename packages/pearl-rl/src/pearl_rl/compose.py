@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,10 @@ from pearl_rl.runtimes import open_processes
 from pearl_rl.settings import Settings
 from pearl_rl.summary import TrainSummary
 from pearl_rl.telemetry import RunTelemetry
-from pearl_rl.training.batch import TrainBatch
 from pearl_rl.training.build import build_in_child
 from pearl_rl.training.process import PRELOAD, LocalTrainer
 from pearl_rl.training.tiny_model import TinyShape, WarmUp, encode_demonstrations
+from pearl_rl.training_port import RecoveringTrainer
 from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect
 from pearl_state.events import Event, GroupFailed, RunResumed, WorkerFailed
@@ -94,36 +94,6 @@ _EXPECTED = (
     ProcessError,
 )
 """What may end a run though nothing in PEARL is wrong; each message names the cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """An update as the pipeline takes it."""
-
-    version: int
-    snapshot: WeightSnapshot
-    metrics: dict[str, float]
-    duration_s: float
-
-
-class _Trainer:
-    """The local trainer as the pipeline's `Trainer` port."""
-
-    def __init__(self, trainer: LocalTrainer, settings: Settings) -> None:
-        self._trainer = trainer
-        self._baseline = trainer.options.loss.baseline
-        self._max_staleness = settings.train.max_staleness_versions
-
-    @property
-    def version(self) -> int:
-        return self._trainer.version
-
-    async def update(self, trajectories: Sequence[Trajectory]) -> _Update:
-        batch = TrainBatch.build(trajectories, self._trainer.version, self._baseline, self._max_staleness)
-        result = await self._trainer.update(batch)
-        metrics = asdict(result.metrics)
-        metrics["clipped_fraction"] = metrics.pop("limited_fraction")
-        return _Update(result.version, result.snapshot, metrics, result.duration_s)
 
 
 class _Figures(SilentObserver):
@@ -283,8 +253,15 @@ class _Run:
         if self._recovered is not None:
             state = self._recovered.state
         self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time, self._router.loads)
+        training = RecoveringTrainer(
+            self._trainer,
+            max_staleness=settings.train.max_staleness_versions,
+            restarts=settings.cluster.max_restarts,
+            checkpoint=lambda: self._checkpoints.newest,
+            on_message=self._observer.on_message,
+        )
         executor = self._executor = ElasticExecutor(
-            runtime, self._trainer, self._weights, parts.limits(settings), on_action=self._on_action
+            runtime, training, self._weights, parts.limits(settings), on_action=self._on_action
         )
         self._scheduler = ElasticScheduler(
             state,
@@ -318,7 +295,7 @@ class _Run:
                 suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings), trace
             ),
             tasks=suite.tasks(settings.run.seed),
-            trainer=_Trainer(self._trainer, settings),
+            trainer=training,
             publish=self._publish,
             gate=gate,
             post=self._scheduler.post,

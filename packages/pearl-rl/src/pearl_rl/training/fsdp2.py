@@ -41,6 +41,10 @@ from pearl_rl.training.shards import MicroTensors
 _SUMS = ("tokens", "entropy_sum", "kl_sum", "drift_sum", "importance_sum", "limited")
 
 
+_PARAMETERS = "model."
+"""How the names of parameters begin in a checkpoint."""
+
+
 class TrainingStateError(RuntimeError):
     """A call that does not fit what the rank holds now."""
 
@@ -57,10 +61,12 @@ class FsdpTrainer:
     """One rank's model, optimizer and generator.
 
     `mesh` is one-dimensional over all ranks. Expects the default process group; `spill` is a file of this rank's own,
-    for `release`.
+    for `release`. `weights` is a folder to begin with in place of the model's own weights, which the reference keeps.
     """
 
-    def __init__(self, model_path: Path, options: TrainerOptions, mesh: DeviceMesh, spill: Path) -> None:
+    def __init__(
+        self, model_path: Path, options: TrainerOptions, mesh: DeviceMesh, spill: Path, weights: Path | None = None
+    ) -> None:
         self.options = options
         self.optimizer_steps = 0
         self._mesh = mesh
@@ -68,7 +74,7 @@ class FsdpTrainer:
         self._device = _device(options.device)
         self._parked: ParkedTensors | None = None
         torch.manual_seed(options.seed + mesh.get_rank())
-        self._model = _sharded(model_path, options, mesh, self._device)
+        self._model = _sharded(weights or model_path, options, mesh, self._device)
         self._names = dict(self._model.named_parameters())
         self._reference: nn.Module | None = None
         if options.loss.kl_coefficient > 0:
@@ -208,13 +214,19 @@ class FsdpTrainer:
             self._saving.exception()
             self._saving = None
 
-    def load(self, folder: Path, optimizer_steps: int, parameters: int) -> None:
-        """Take the state of a checkpoint, written by any number of ranks. Raises `CheckpointError`."""
+    def load(self, folder: Path, optimizer_steps: int, parameters: int, moments_only: bool = False) -> None:
+        """Take the state of a checkpoint, written by any number of ranks. Raises `CheckpointError`.
+
+        With `moments_only` the parameters stay as they are.
+        """
         self._require_memory("load")
         if parameters != self.parameters:
             raise CheckpointError(f"{folder} is of a model of {parameters} parameters, this one has {self.parameters}")
         _reshard(self._model)
-        generator = load_shards(folder, self._state(), self._mesh.get_rank(), self._mesh.get_group())
+        state = self._state()
+        if moments_only:
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(_PARAMETERS)}
+        generator = load_shards(folder, state, self._mesh.get_rank(), self._mesh.get_group())
         if generator is not None:
             torch.set_rng_state(generator)
         self.optimizer_steps = optimizer_steps
@@ -226,7 +238,7 @@ class FsdpTrainer:
         state: dict[str, Tensor] = {}
         for name, parameter in self._names.items():
             moments = self._optimizer.state[parameter]
-            state[f"model.{name}"] = parameter.detach()
+            state[f"{_PARAMETERS}{name}"] = parameter.detach()
             state[f"exp_avg.{name}"] = moments["exp_avg"]
             state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
         return state

@@ -99,6 +99,22 @@ class LocalTrainer:
 
     async def start(self) -> WeightSnapshot:
         """Start all ranks on the model and write its weights: version 0 at first, a new one after a restart."""
+        await self._begin(None)
+        return await self._publish(0 if self._newest is None else self._version + 1, self._limits.start_s)
+
+    async def recover(self, checkpoint: Path | None = None) -> None:
+        """Start all ranks anew on the newest weights, which keep their version.
+
+        The optimizer takes the state of `checkpoint` (of these weights or of older ones), or begins afresh. Raises
+        `CheckpointError` for a folder that is none, before any rank is touched.
+        """
+        state = None if checkpoint is None else TrainerState.read(checkpoint)
+        await self._begin(Path(self.newest.uri))
+        if checkpoint is not None and state is not None:
+            await self._load(checkpoint, state, moments_only=True)
+
+    async def _begin(self, weights: Path | None) -> None:
+        """Start all ranks on the model, with `weights` of its own kind in place of its own."""
         await self._group.kill()
         limits = self._limits
         arguments = {
@@ -113,9 +129,12 @@ class LocalTrainer:
         await self._group.spawn("pearl_rl.training.rank:rank_main", arguments)
         self._released = False
         met = await self._group.call_all("meet", {}, limits.start_s)
-        head = {"model_path": str(self._model_path), "store": met[0].head["store"]}
+        head = {
+            "model_path": str(self._model_path),
+            "weights_path": str(weights or self._model_path),
+            "store": met[0].head["store"],
+        }
         await self._group.call_all("start", head, limits.start_s)
-        return await self._publish(0 if self._newest is None else self._version + 1, limits.start_s)
 
     async def update(self, batch: TrainBatch) -> UpdateResult:
         """Train on `batch` and write the new weights under the next version."""
@@ -209,15 +228,19 @@ class LocalTrainer:
         """
         self._require_memory("load_checkpoint")
         state = TrainerState.read(path)
+        await self._load(path, state, moments_only=False)
+        version = max(state.version, published, self._version) + 1
+        await self._publish(version, self._limits.checkpoint_s)
+        return version
+
+    async def _load(self, path: Path, state: TrainerState, *, moments_only: bool) -> None:
         arguments: Mapping[str, Any] = {
             "folder": _absolute(path),
             "optimizer_steps": state.optimizer_steps,
             "parameters": state.parameters,
+            "moments_only": moments_only,
         }
         await self._group.call_all("load", arguments, self._limits.checkpoint_s)
-        version = max(state.version, published, self._version) + 1
-        await self._publish(version, self._limits.checkpoint_s)
-        return version
 
     async def release(self) -> MemoryReport:
         """Give device memory back on all ranks; measured bytes, summed over them."""

@@ -73,7 +73,8 @@ class Rank:
             if self._rank == self._ranks - 1:
                 self._reference = reference_rank(Path(frame.head["model_path"]), self._options, spill)
                 return {"parameters": self._reference.parameters}
-        self._trainer = FsdpTrainer(Path(frame.head["model_path"]), self._options, mesh, spill)
+        model, weights = Path(frame.head["model_path"]), Path(frame.head["weights_path"])
+        self._trainer = FsdpTrainer(model, self._options, mesh, spill, weights)
         return {"parameters": self._trainer.parameters}
 
     def _update(self, frame: Frame) -> Answer:
@@ -103,7 +104,9 @@ class Rank:
         if self._reference is not None:
             return {}
         head = frame.head
-        self._held().load(Path(head["folder"]), int(head["optimizer_steps"]), int(head["parameters"]))
+        self._held().load(
+            Path(head["folder"]), int(head["optimizer_steps"]), int(head["parameters"]), bool(head["moments_only"])
+        )
         return {}
 
     def _release(self, frame: Frame) -> Answer:
