@@ -25,7 +25,7 @@ class Shown:
 
     def __enter__(self):
         self._future = self._thread.submit(asyncio.run, self._main())
-        assert self._ready.wait(30) or self._future.result()
+        assert self._ready.wait(60) or self._future.result()
         return self
 
     async def _main(self):
@@ -51,7 +51,7 @@ class Shown:
 
     def __exit__(self, *_):
         self._loop.call_soon_threadsafe(self._ending.set)
-        self._future.result(20)
+        self._future.result(60)
         self._thread.shutdown()
 
 

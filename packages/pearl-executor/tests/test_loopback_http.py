@@ -18,7 +18,7 @@ async def raw(url, text):
 def serve(handle, scenario):
     async def main():
         server = LoopbackServer(handle)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             url = await server.start()
             try:
                 return await scenario(url)

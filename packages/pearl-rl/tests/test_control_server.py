@@ -71,7 +71,7 @@ def talk(tmp_path, *commands, gpus=None, token=None):
 
     async def main():
         lab = Lab(tmp_path, gpus() if gpus else None)
-        async with asyncio.timeout(20), lab.server as server:
+        async with asyncio.timeout(60), lab.server as server:
             known = read_control(tmp_path)
             assert known["url"] == server.url
             answers = [await ask(known["url"], token or known["token"], command) for command in commands]

@@ -31,7 +31,7 @@ class Operated:
 
     def __enter__(self):
         self._future = self._thread.submit(asyncio.run, self._main())
-        assert self._ready.wait(20) or self._future.result()
+        assert self._ready.wait(60) or self._future.result()
         return self
 
     async def _main(self):
@@ -42,7 +42,7 @@ class Operated:
 
     def __exit__(self, *_):
         self._loop.call_soon_threadsafe(self._ending.set)
-        self._future.result(20)
+        self._future.result(60)
         self._thread.shutdown()
 
 
@@ -307,7 +307,7 @@ async def request(url, method="GET", path="/", body="", token=None, until=b""):
 def served(path, scenario, **options):
     async def main():
         dashboard = Dashboard(path, **options)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             url = await dashboard.start()
             try:
                 return await scenario(url)
@@ -381,7 +381,7 @@ def test_the_shell_completes_commands():
         capture_output=True,
         text=True,
         env=environment,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert {"report", "replay", "reproduce"} <= set(done.stdout.split())
