@@ -26,10 +26,15 @@ def roles_of(configuration: Configuration) -> list[Role]:
     return [role for role in ROLES for _ in range(configuration.count(role))]
 
 
-def cluster(active: Sequence[Role], prepared: Sequence[Role] = ()) -> WorkerTable:
-    """Active workers in slots 0, 1, … and then prepared ones, one GPU each."""
+def cluster(active: Sequence[Role], prepared: Sequence[Role] = (), borrowed: int = 0) -> WorkerTable:
+    """Active workers in slots 0, 1, … and then prepared ones, one GPU each; the first are on `borrowed` GPUs."""
     workers = [
-        Worker(id=WorkerId(i), gpus=frozenset({GpuId(i)}), role=role, zone=Zone.DEDICATED)
+        Worker(
+            id=WorkerId(i),
+            gpus=frozenset({GpuId(i)}),
+            role=role,
+            zone=Zone.OVERLAP if i < borrowed else Zone.DEDICATED,
+        )
         for i, role in enumerate([*active, *prepared])
     ]
     table = WorkerTable().bind(*workers)
@@ -187,6 +192,18 @@ def test_a_worker_about_to_be_reclaimed_does_not_take_the_scarce_role():
     table = table.update([replace(table.rows[WorkerId(0)], reclaim_at_s=30.0)])
     plan = plan_transition(table, members=table.active(), target=Configuration(1, 2), plan_id=PlanId(1))
     verify_plan(table, plan)
+    assert plan.reassign[WorkerId(0)] is D
+
+
+def test_a_borrowed_worker_does_not_take_the_scarce_role():
+    """Training takes its GPU back at its next step."""
+    table = cluster([C, C, C, C], borrowed=1)
+    plan = plan_transition(table, members=table.active(), target=Configuration(1, 3), plan_id=PlanId(1))
+    verify_plan(table, plan)
+    assert plan.reassign[WorkerId(0)] is D
+    # The others may have to go; it will.
+    others = [replace(table.rows[WorkerId(i)], tenure=Tenure.PREEMPTIBLE) for i in (1, 2, 3)]
+    plan = plan_transition(table.update(others), members=table.active(), target=Configuration(1, 3), plan_id=PlanId(1))
     assert plan.reassign[WorkerId(0)] is D
 
 

@@ -13,7 +13,7 @@ from pearl_state.configuration import Configuration
 from pearl_state.errors import StateError
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.plan import PlanId, TransitionPlan
-from pearl_state.roles import ROLLOUT_ROLES, Role, Tenure
+from pearl_state.roles import ROLLOUT_ROLES, Role, Tenure, Zone
 from pearl_state.table import WorkerTable
 from pearl_state.worker import Worker, WorkerId
 
@@ -56,8 +56,9 @@ class _Order:
             load, cached = costs.load.get, costs.cached_tokens.get
             request_s, token_s = costs.request_s, costs.cached_token_s
             self._price = {row.id: load(row.id, 0.0) * request_s + cached(row.id, 0.0) * token_s for row in workers}
-        if [1 for row in workers if row.tenure is Tenure.PREEMPTIBLE or row.reclaim_at_s is not None]:
-            self._hurry = {row.id: _hurry(row) for row in workers}
+        hurry = {row.id: _hurry(row) for row in workers}
+        if any(hurry.values()):
+            self._hurry = hurry
 
     def __call__(self, ids: Iterable[WorkerId], *, cheapest: bool = True) -> list[WorkerId]:
         """`ids` in order; the dearest to interrupt come first where `cheapest` is false."""
@@ -70,9 +71,13 @@ class _Order:
 
 
 def _hurry(row: Worker) -> float:
-    """0 for who stays, 1 for who may have to go, and more the sooner an announced reclaim comes."""
+    """0 for who stays, 1 for who may have to go, 2 for who goes with the next training step, and more the sooner an
+    announced reclaim comes.
+    """
     if row.reclaim_at_s is not None:
         return _FAR - row.reclaim_at_s
+    if row.zone is Zone.OVERLAP:
+        return 2.0
     return 1.0 if row.tenure is Tenure.PREEMPTIBLE else 0.0
 
 
