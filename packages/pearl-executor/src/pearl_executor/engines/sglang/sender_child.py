@@ -107,6 +107,7 @@ def main() -> None:
     # Servers are no children of this process: they open shared memory by its file name.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     sender = Sender()
+    print(json.dumps({"result": "ready"}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         try:

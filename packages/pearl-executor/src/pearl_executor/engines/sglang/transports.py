@@ -25,14 +25,16 @@ class SenderError(WorkerError):
 
 
 class SenderProcess:
-    """The child that holds the tensors; started when it is first needed."""
+    """The child that holds the tensors. Its imports take a while: `started` in good time."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
         self._child: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
 
     async def ask(self, op: str, limit_s: float, **arguments: Any) -> Any:
         """Have it carry out one order. Raises `SenderError`."""
-        child = await self._started()
+        child = await self.started()
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -55,17 +57,34 @@ class SenderProcess:
             raise SenderError(f"sending weights: {op} failed: {answer['error']}")
         return answer["result"]
 
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._child is None or self._child.returncode is not None:
-            self._child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pearl_executor.engines.sglang.sender_child"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                # A payload is one line: handles of shared memory on one machine, but of every tensor.
-                limit=1 << 30,
-            )
-        return self._child
+    async def started(self) -> asyncio.subprocess.Process:
+        """The process, ready for orders; a new one where there is none. Raises `SenderError`."""
+        async with self._starting:
+            if self._child is None or self._child.returncode is not None:
+                self._child = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "pearl_executor.engines.sglang.sender_child"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    # A payload is one line: handles of shared memory on one machine, but of every tensor.
+                    limit=1 << 30,
+                )
+                await self._until_ready(self._child)
+            return self._child
+
+    async def _until_ready(self, child: asyncio.subprocess.Process) -> None:
+        assert child.stdout is not None
+        try:
+            async with asyncio.timeout(self._start_s):
+                ready = await child.stdout.readline()
+        except TimeoutError:
+            ready = b""
+        except asyncio.CancelledError:
+            await self.end()
+            raise
+        if not ready:
+            await self.end()
+            raise SenderError(f"sending weights: the sender did not start within {self._start_s:g} s")
 
     async def end(self) -> None:
         """End the process, whatever it waits for."""
@@ -192,9 +211,12 @@ async def make_transport(options: SglangOptions, timeouts: SglangTimeouts) -> As
     if options.weights is WeightTransport.DISK:
         yield DiskTransport()
         return
-    sender = SenderProcess()
+    sender = SenderProcess(timeouts.start_s)
+    warming = asyncio.ensure_future(sender.started())
     kind = TensorTransport if options.weights is WeightTransport.TENSOR else GroupTransport
     try:
         yield kind(sender, options, timeouts.control_s)
     finally:
+        warming.cancel()
+        await asyncio.gather(warming, return_exceptions=True)
         await sender.end()
