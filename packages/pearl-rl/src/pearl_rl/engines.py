@@ -91,5 +91,8 @@ def sglang_timeouts(settings: Settings) -> SglangTimeouts:
         control_s=max(bounds.load_s, bounds.sync_s, bounds.release_s, bounds.resume_s, bounds.switch_s),
         stop_s=bounds.stop_s,
         silence_s=settings.engine.sglang.silence_s,
+        # Together they fit in one interruption.
+        handover_s=0.4 * bounds.interrupt_s,
+        grace_s=0.3 * bounds.interrupt_s,
         versions_s=bounds.sync_s,
     )
