@@ -11,6 +11,7 @@ from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, init
 from pearl_planner.in_step import InStepPolicy, demand_of, pearl_prorsa, prorsa, usable_kv_bytes
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
+from pearl_planner.switching import SwitchCosts
 from pearl_state import events
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Reason
@@ -114,7 +115,7 @@ def test_the_least_loaded_worker_is_the_one_that_changes_its_role() -> None:
     state = running(even())
     prefill = [id_ for id_ in state.table.active() if state.table.rows[id_].role is Role.PREFILL]
     loads = {id_: 5.0 + i for i, id_ in enumerate(prefill)} | {prefill[2]: 1.0}
-    state, effects = forecasts(state, 0.8, 1.4, loads)
+    state, effects = forecasts(state, 1.6, 2.8, loads)
     stage = next(effect for effect in effects if isinstance(effect, ApplyStage))
     assert dict(stage.switch) == {prefill[2]: Role.DECODE}
     assert prefill[2] not in state.table.active(), "it leaves routing before anything else happens"
@@ -217,10 +218,11 @@ def test_a_margin_that_nobody_needs_is_not_paid_for() -> None:
 
 def test_what_is_wanted_for_long_is_expected_to_stay_wanted() -> None:
     """A switch that half a minute would not repay is made once the demand has lasted."""
-    state, waited = running(even(persistence_s=1.0)), 0
+    slow = prorsa(SwitchCosts(flip_s=20.0), persistence_s=1.0, first=Configuration(1, 1))
+    state, waited = running(slow), 0
     effects: tuple[Effect, ...] = ()
     while not effects:
-        state, effects = step(state, load(0.4, 1.2, 100.0 + 10.0 * waited))
+        state, effects = step(state, load(0.7, 2.1, 100.0 + 10.0 * waited))
         waited += 1
         assert waited <= 12
     assert waited > 2

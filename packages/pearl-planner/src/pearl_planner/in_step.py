@@ -18,7 +18,7 @@ from pearl_planner.policies import ModelPolicy, pearl
 from pearl_planner.reconcile import carry_out, current_configuration
 from pearl_planner.switching import SwitchCosts
 from pearl_state.configuration import Configuration
-from pearl_state.decision import Decision, Reason
+from pearl_state.decision import Decision, Reason, SwitchKind
 from pearl_state.events import LoadForecast
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Mode
@@ -60,6 +60,10 @@ class InStepPolicy:
     def borrows(self) -> bool:
         """See `Policy`."""
         return self.between.borrows
+
+    def observing(self, kind: SwitchKind, seconds: float) -> "InStepPolicy":
+        """See `policies.Observing`."""
+        return replace(self, between=self.between.observing(kind, seconds))
 
     def decide(
         self,
@@ -145,7 +149,10 @@ class InStepPolicy:
             )
             for candidate in _on_the_way(current, target)
         ]
-        return max(verdicts, key=lambda verdict: verdict.gain_s - verdict.cost_s)
+        # As between steps: what is faster by less than the threshold is not told from noise.
+        least_s = self.between.settings.ratio_threshold * persistence_s
+        clear = [verdict for verdict in verdicts if verdict.gain_s > least_s]
+        return max(clear or [replace(verdicts[0], switch=False)], key=lambda verdict: verdict.gain_s - verdict.cost_s)
 
 
 def _on_the_way(current: Configuration, target: Configuration) -> list[Configuration]:

@@ -22,17 +22,18 @@ _POOL: Final = {
     "cluster": {"training_gpus": 16, "reserved_rollout_gpus": 8 * _RANKS, "max_preemptible_gpus": 0},
     "availability": {"trace": "none"},
 }
-_RATIOS: Final = ("2P6D", "3P5D", "4P4D", "5P3D", "6P2D")
+_RATIOS: Final = ("3P5D", "4P4D", "5P3D", "6P2D")
 """Static ratios, of which the best one counts."""
 _WORKLOADS: Final = {
     "coding agent": {"model": "swe"},
     "general agent": {"model": "weka", "max_context_tokens": 131_072, "max_turns": 60},
 }
-_BATCHES: Final = {"coding agent": 64, "general agent": 128}
-"""Trajectories of a step, in groups of 32 as in the paper."""
+_BATCHES: Final = {"coding agent": 64, "general agent": 256}
+"""Trajectories of a step, in groups of 16."""
 _MATH: Final = {"model": "swe", "max_turns": 1, "response_scale": 60.0, "tool_scale": 0.0}
 """Single turns with long responses."""
-_STALENESS: Final = (0, 2, 8)
+_STEPS: Final = {0: 4, 2: 4, 8: 6}
+"""Staleness → steps of a run."""
 _SEGMENTS: Final = ("segment1", "segment2", "segment3")
 
 
@@ -81,7 +82,7 @@ class RanksJob:
 def rows(bench: Bench, *, quick: bool) -> Iterable[TargetRow]:
     """Run what is needed, and say what came out."""
     workloads = list(_WORKLOADS)[: 1 if quick else None]
-    staleness = _STALENESS[: 1 if quick else None]
+    staleness = tuple(_STEPS)[: 1 if quick else None]
     segments = _SEGMENTS[: 1 if quick else None]
     duration_s = 600.0 if quick else 1800.0
     bench.prepare(
@@ -105,12 +106,12 @@ def agent_job(workload: str, staleness: int, policy: str) -> RanksJob:
         workload=_WORKLOADS[workload],
         rollout={
             "batch": _BATCHES[workload],
-            "group_size": 32,
+            "group_size": 16,
             "max_staleness": staleness,
             "injection": "continuous" if staleness else "batch",
         },
         policy={"name": "static-pd", "configuration": policy} if static else {"name": policy},
-        run={"steps": 2 if staleness == 0 else 3},
+        run={"steps": _STEPS[staleness]},
     )
     return RanksJob(scenario, _RANKS)
 
