@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from pearl_rl.cli import people, recovery
+from pearl_rl.cli import people, recovery_commands
 from pearl_rl.errors import CommandError, ExitCode
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -258,5 +258,5 @@ def schema() -> None:
 
 
 people.register(app)
-recovery.register(app)
+recovery_commands.register(app)
 people.register_config(config_app)

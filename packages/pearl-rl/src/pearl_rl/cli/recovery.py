@@ -4,9 +4,7 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from pearl_rl import parts
 from pearl_rl.encoding import encode, json_line
@@ -20,30 +18,6 @@ from pearl_rl.run_lock import RunLock
 from pearl_rl.settings import Settings, load_settings
 from pearl_state.effects import Effect, RecordDecision
 from pearl_state.events import Event
-
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    app.command()(resume)
-    app.command("replay-journal")(replay_journal)
-
-
-def resume(
-    run_dir: RunDir,
-    as_json: AsJson = False,
-    plain: Annotated[bool, typer.Option(help="Plain lines instead of a live view.")] = False,
-) -> None:
-    """Go on with a run whose control plane ended: killed, stopped, or the machine with it.
-
-    Restored are the worker table, weight versions, groups, finished and half-played trajectories, and the trainer of
-    the newest checkpoint; at most the model calls under way are made again.
-
-    Example: pearl-rl resume runs/20260101-120000
-    """
-    raise typer.Exit(int(resume_run(run_dir, as_json=as_json, plain=plain)))
 
 
 def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
@@ -65,22 +39,6 @@ def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
             except JournalError as error:
                 raise CommandError(f"{run_dir}/journal: {error}") from None
         return report_outcome(outcome, settings, folder, as_json=as_json)
-
-
-def replay_journal(
-    run_dir: RunDir,
-    at: Annotated[
-        int | None, typer.Option("--at", metavar="N", help="Stop before record N; default: all records.")
-    ] = None,
-    as_json: AsJson = False,
-    explain: Annotated[bool, typer.Option(help="Show every candidate of each decision.")] = False,
-) -> None:
-    """Derive a state of a run again from its journal, and say why each decision was taken. Changes nothing.
-
-    Example: pearl-rl replay-journal runs/20260101-120000 --at 120 --explain
-    """
-    for line in replayed(run_dir, at, as_json=as_json, explain=explain):
-        typer.echo(line)
 
 
 def replayed(run_dir: Path, at: int | None, *, as_json: bool = False, explain: bool = False) -> Iterator[str]:
