@@ -12,7 +12,14 @@ from typing import Protocol, TypeVar
 
 from pearl_executor.ports import Finish, Sampling
 from pearl_rl.rollout.calls import Generate, ModelCall, TurnResult
-from pearl_rl.rollout.environments.protocol import Environment, EnvironmentFailure, StepResult, Task, Value
+from pearl_rl.rollout.environments.protocol import (
+    Environment,
+    EnvironmentFailure,
+    PausableEnvironment,
+    StepResult,
+    Task,
+    Value,
+)
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.tokenizer import AgentTokenizer
 from pearl_state.phases import StartupMode
@@ -59,11 +66,13 @@ class AgentLimits:
     """Most tokens of one response."""
     context_tokens: int
     """Most tokens of the whole trajectory, the last response included."""
+    pause_after_s: float = 5.0
+    """An environment that can be paused is, while a model call takes longer than this, seconds."""
     environment_s: float = 60.0
     """Longest wait for one answer of the environment, seconds; longer is an `EnvironmentFailure`."""
 
     def __post_init__(self) -> None:
-        for key in ("turns", "new_tokens", "context_tokens", "environment_s"):
+        for key in ("turns", "new_tokens", "context_tokens", "environment_s", "pause_after_s"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"agent: {key} = {getattr(self, key)} must be above 0")
 
@@ -112,7 +121,7 @@ class TextAgent:
                 f"{self._limits.context_tokens} tokens; raise the agent's context_tokens"
             )
         while True:
-            result = await generate(self._call(play, prompt))
+            result = await self._answer(generate(self._call(play, prompt)), environment)
             _check(result, play)
             before_s = _now_s()
             outcome = await self._bounded(environment.step(self._tokenizer.decode(result.tokens)), "step")
@@ -129,6 +138,22 @@ class TextAgent:
         if self._lifecycle is not None:
             self._lifecycle.rewarding(episode.trajectory)
         return play.trajectory(reset_s)
+
+    async def _answer(self, answer: Awaitable[TurnResult], environment: Environment) -> TurnResult:
+        """The model's answer; an environment that can wait is told to where it takes long."""
+        if not isinstance(environment, PausableEnvironment):
+            return await answer
+        task = asyncio.ensure_future(answer)
+        try:
+            await asyncio.wait({task}, timeout=self._limits.pause_after_s)
+            if task.done():
+                return task.result()
+            await self._bounded(environment.pause(), "pause")
+            result = await task
+            await self._bounded(environment.resume(), "resume")
+            return result
+        finally:
+            task.cancel()
 
     def _call(self, play: "_Play", prompt: list[int]) -> ModelCall:
         context = (*play.context, *prompt)

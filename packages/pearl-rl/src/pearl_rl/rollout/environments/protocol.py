@@ -7,7 +7,7 @@ not answer) is `EnvironmentFailure`: the sample is refilled and never becomes a 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Value = str | int | float | bool | None
 """A plain value of a report: JSON can hold it."""
@@ -97,6 +97,19 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Give everything back. May be called twice, and before `reset`."""
+        ...
+
+
+@runtime_checkable
+class PausableEnvironment(Protocol):
+    """An environment with timeouts of its own that can be told to wait (TideRL appendix B.1)."""
+
+    async def pause(self) -> None:
+        """The agent waits for the model for long: stop timeouts. May be called twice. Raises `EnvironmentFailure`."""
+        ...
+
+    async def resume(self) -> None:
+        """The next action comes: let them run again. Raises `EnvironmentFailure`."""
         ...
 
 

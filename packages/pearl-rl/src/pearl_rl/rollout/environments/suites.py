@@ -28,6 +28,12 @@ def _gymnasium(arguments: Mapping[str, Any]) -> EnvironmentSuite:
     return GymnasiumSuite.build(arguments)
 
 
+def _http(arguments: Mapping[str, Any]) -> EnvironmentSuite:
+    from pearl_rl.rollout.environments.http_environment import HttpSuite
+
+    return HttpSuite.build(arguments)
+
+
 def _repair(arguments: Mapping[str, Any]) -> EnvironmentSuite:
     from pearl_rl.rollout.environments.repair import RepairSuite
 
@@ -44,6 +50,7 @@ SUITES: Final[dict[str, SuiteFactory]] = {
     "bisect": _bisect,
     "calculator": _calculator,
     "gymnasium": _gymnasium,
+    "http": _http,
     "repair": _repair,
     "verifiers": _verifiers,
 }
