@@ -206,7 +206,8 @@ def test_a_batch_alone_takes_what_it_takes_under_the_whole_control_plane(configu
         scripts, Configuration.parse(configuration), model, stable_fraction=cluster.workload.stable_fraction
     )
     whole = simulate(scenario)
-    assert alone.makespan_s == pytest.approx(whole.rollout_s, rel=0.05)
+    # The router keeps trajectories at home a little longer: its slack counts requests a GPU, not a worker.
+    assert alone.makespan_s == pytest.approx(whole.rollout_s, rel=0.08)
     assert alone.generated_tokens == sum(s.response_tokens for s in scripts)
 
 
