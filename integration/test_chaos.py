@@ -75,6 +75,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def log_name(pid: int) -> str:
+    """The file that a process writes its output to."""
+    return Path(os.readlink(f"/proc/{pid}/fd/1")).name
+
+
 def check_whole(folder: Path) -> None:
     """All steps were made, of the trajectories that they needed and no others, none twice."""
     summary = json.loads((folder / "summary.json").read_text())
@@ -120,7 +125,7 @@ def test_a_second_control_plane_is_refused_by_name_and_a_stopped_worker_is_repla
         )
         assert second.returncode == 2
         assert f"process {process.pid} runs this run" in second.stderr
-        workers = [pid for pid in descendants(process.pid) if "worker" in os.readlink(f"/proc/{pid}/fd/1")]
+        workers = [pid for pid in descendants(process.pid) if log_name(pid).startswith("worker")]
         assert workers
         os.kill(workers[0], signal.SIGSTOP)
     except BaseException:

@@ -9,12 +9,14 @@ from pearl_executor.toggle import ToggleManager
 from pearl_executor.weight_sync import WeightSync
 from pearl_executor.workers import BoundedWorkers
 from pearl_planner import answers, inter_scale, intra_scale, reconcile, step
+from pearl_rl.journal.run_journal import RunJournal
 from pearl_rl.rollout.attempt import Attempt
 from pearl_rl.rollout.buffer import GroupBuffer
+from pearl_rl.rollout.ledger import RolloutLedger
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.router import Router
 from pearl_state import events
-from pearl_state.effects import GrantTraining
+from pearl_state.effects import GrantTraining, ReturnGpus
 from pearl_state.lifecycle import Lifecycle
 
 Put = Callable[[Any, str, Any], None]
@@ -154,8 +156,6 @@ def gpus_are_given_back_early(put: Put) -> None:
 
     def hasty(state, event):
         state, effects = reclaimed(state, event)
-        from pearl_state.effects import ReturnGpus
-
         held = frozenset(
             gpu for id_ in state.doomed for gpu in state.table.rows[id_].gpus if state.table.rows[id_].holds_gpu
         )
@@ -189,6 +189,40 @@ def training_counts_as_resumed(put: Put) -> None:
     put(step, "_HANDLERS", {**step._HANDLERS, events.TrainingResumed: resumed})
 
 
+def events_are_applied_but_not_journalled(put: Put) -> None:
+    """The control plane applies events that its journal does not have."""
+    append = RunJournal.append
+
+    def forgetful(self, event, loads):
+        if not isinstance(event, events.GpusOffered | events.StageApplied):
+            append(self, event, loads)
+
+    put(RunJournal, "append", forgetful)
+
+
+def lost_updates_are_not_undone(put: Put) -> None:
+    """Groups that a lost update was given are not trained on again."""
+    resume = RolloutLedger._resume
+
+    def forget(self, record):
+        self.taken.clear()
+        resume(self, record)
+
+    put(RolloutLedger, "_resume", forget)
+
+
+def completions_are_forgotten(put: Put) -> None:
+    """A resumed run plays again what was complete, and keeps both."""
+    restore = GroupBuffer.restore
+
+    def twice(self, groups, counts):
+        restore(self, groups, counts)
+        for group in groups.values():
+            group.complete = []
+
+    put(GroupBuffer, "restore", twice)
+
+
 PLANTS: tuple[Callable[[Put], None], ...] = (
     router_one_table_late,
     answers_of_old_plans_count,
@@ -207,4 +241,7 @@ PLANTS: tuple[Callable[[Put], None], ...] = (
     crashes_are_ignored,
     failed_groups_stay_starting,
     training_counts_as_resumed,
+    events_are_applied_but_not_journalled,
+    lost_updates_are_not_undone,
+    completions_are_forgotten,
 )

@@ -325,6 +325,7 @@ class Life:
         self.router = Router(calls, limits, on_fault=self.fault, on_stall=self.stalls.suspect)
         calls.table = lambda: self.scheduler.state.table
         self.actions: list[Action] = []
+        self.crashed: dict[tuple[WorkerId, int], float] = {}
         self.executor = ElasticExecutor(
             machine.workers, machine.training, machine.weights, LIMITS, on_action=self.actions.append
         )
@@ -379,7 +380,7 @@ class Life:
     def recover(self) -> Recovered:
         """What the journal says; the first state where there is none."""
         script, machine = self.script, self.machine
-        settings = ElasticSettings(
+        settings = self.settings = ElasticSettings(
             policy=pearl(),
             borrowing=Borrowing(script.borrowing),
             gpus_per_worker=script.gpus_per_worker,
@@ -424,6 +425,10 @@ class Life:
         check_table(self.before.table, state.table)
         check_state(state)
         check_counts(self.pipeline.counts)
+        for id_, row in state.table.rows.items():
+            since_s = self.crashed.get((id_, row.incarnation), now())
+            serves = row.lifecycle is Lifecycle.ACTIVE and now() > since_s
+            require(not serves, "crashes_are_noticed", f"worker {id_} serves, though its end was told at {since_s} s")
         require(not self.machine.workers.violations, "no_misuse", "; ".join(self.machine.workers.violations))
         ledger = self.machine.workers.ledger
         require(not ledger.violations, "one_owner_per_gpu", "; ".join(ledger.violations))
@@ -503,6 +508,7 @@ class Life:
             self.machine.workers.crash(row.id)
             if noticed:
                 self.fault(row, "the process ended")
+                self.crashed[(row.id, row.incarnation)] = now()
 
     def op_freeze(self, gpu) -> None:
         for row in self.machine.rows_on(self.scheduler.state.table, GpuId(gpu)):
@@ -607,7 +613,7 @@ def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOut
     require(not stray, "no_stray_process", f"{stray} belong to no row")
     if script.seed % 4:
         return
-    settings = life.before.settings
+    settings = life.settings
     again = recover(machine.disk, settings, from_start=True)
     require(again.state == replace(life.before, last_decision=again.state.last_decision), "replay", "another state")
 

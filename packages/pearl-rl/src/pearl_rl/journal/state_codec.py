@@ -1,12 +1,15 @@
 """The Elastic Scheduler's state as JSON and back. Settings and policy are not in it: the run's settings give them."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final, get_type_hints
 
 from pearl_planner.elastic import ElasticSettings, ElasticState, RunningPlan
+from pearl_planner.policies import ModelPolicy
+from pearl_planner.switching import SwitchCosts
 from pearl_rl.encoding import decode, encode
 from pearl_rl.journal.frames import JournalError
 from pearl_state.plan import TransitionPlan
+from pearl_state.worker import WorkerId
 
 _LEFT_OUT: Final = frozenset({"settings", "last_decision"})
 """`last_decision` is for people: nothing is decided by it."""
@@ -15,6 +18,10 @@ _LEFT_OUT: Final = frozenset({"settings", "last_decision"})
 def encode_state(state: ElasticState) -> dict[str, Any]:
     """A JSON-able form that `decode_state` gives back."""
     encoded = {item.name: encode(getattr(state, item.name)) for item in fields(state) if item.name not in _LEFT_OUT}
+    costs = getattr(state.settings.policy, "costs", None)
+    if isinstance(costs, SwitchCosts):
+        # The one thing in the settings that a run learns.
+        encoded["switch_costs"] = encode(costs)
     if state.running is not None:
         # A plan's usual JSON is for people.
         plan = state.running.plan
@@ -22,6 +29,7 @@ def encode_state(state: ElasticState) -> dict[str, Any]:
             "plan": {item.name: encode(getattr(plan, item.name)) for item in fields(plan)},
             "stage": state.running.stage,
             "overtaken": state.running.overtaken,
+            "lost": sorted(state.running.lost),
         }
     return encoded
 
@@ -31,12 +39,16 @@ def decode_state(data: dict[str, Any], settings: ElasticSettings) -> ElasticStat
     try:
         hints = get_type_hints(ElasticState)
         running = data.pop("running", None)
+        policy = settings.policy
+        if (costs := data.pop("switch_costs", None)) is not None and isinstance(policy, ModelPolicy):
+            settings = replace(settings, policy=replace(policy, costs=decode(SwitchCosts, costs)))
         values = {name: decode(hints[name], value) for name, value in data.items()}
         if running is not None:
             values["running"] = RunningPlan(
                 plan=decode(TransitionPlan, running["plan"]),
                 stage=int(running["stage"]),
                 overtaken=bool(running["overtaken"]),
+                lost=frozenset(WorkerId(int(id_)) for id_ in running["lost"]),
             )
         return ElasticState(settings=settings, **values)
     except (ValueError, TypeError, KeyError) as error:

@@ -1,0 +1,155 @@
+"""`resume`, `replay-journal` and the lock of a run folder, on a journal written by hand."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pearl_planner.elastic import initial_state
+from pearl_planner.step import step
+from pearl_rl import parts
+from pearl_rl.cli.recovery import replayed, resume_run
+from pearl_rl.errors import CommandError
+from pearl_rl.journal.run_journal import RunJournal, recover
+from pearl_rl.journal.state_codec import decode_state, encode_state
+from pearl_rl.journal.storage import FolderStorage
+from pearl_rl.rollout.ledger import GroupOpened, RolloutLedger, SampleDispatched
+from pearl_rl.run_folder import RunFolder
+from pearl_rl.run_lock import RunLock
+from pearl_rl.settings import load_settings
+from pearl_state.events import ConfigurationPinned, GpusOffered, GroupPrepared, RolloutBegan, RunResumed
+from pearl_state.lifecycle import Lifecycle
+from pearl_state.roles import Tenure
+from pearl_state.trajectory import GroupId, TrajectoryId
+from pearl_state.worker import GpuId
+
+RESERVED = GpusOffered(now_s=1.0, gpus=frozenset(map(GpuId, (2, 3))), tenure=Tenure.RESERVED)
+LENT = GpusOffered(now_s=2.0, gpus=frozenset(map(GpuId, (4, 5))))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder whose journal holds two records of the rollout and five events; and its state."""
+    resolved = load_settings(None, [])
+    folder = tmp_path / "run"
+    RunFolder.create(resolved, folder).close()
+    elastic = parts.elastic_settings(resolved.settings)
+    state = initial_state(
+        settings=elastic,
+        workload=parts.prior_workload(resolved.settings),
+        platform=parts.prior_platform(
+            resolved.settings, {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
+        ),
+        training_gpus=2,
+    )
+    storage = FolderStorage(folder / "journal")
+    journal = RunJournal(storage, state, RolloutLedger(), snapshot_every=4)
+    journal.note(GroupOpened(group=GroupId("g0"), step=1, number=0))
+    journal.note(SampleDispatched(group=GroupId("g0"), trajectory=TrajectoryId("t0"), number=0, version=0))
+    events = [RESERVED, LENT, RolloutBegan(now_s=3.0, step=1, batch=64)]
+    for event in events:
+        journal.append(event, {})
+        state, effects = step(state, event)
+        for effect in effects:
+            if type(effect).__name__ == "PrepareGroup" and event is RESERVED:
+                events.append(
+                    GroupPrepared(now_s=9.0, plan_id=effect.plan_id, reported={w.id: 0 for w in effect.workers})
+                )
+        journal.applied(state)
+    journal._journal.commit_now()
+    storage.close()
+    return folder, elastic, state
+
+
+def test_a_state_survives_its_json_with_a_plan_under_way(run) -> None:
+    _, elastic, state = run
+    assert state.running is not None
+    assert state.groups
+    again = decode_state(json.loads(json.dumps(encode_state(state))), elastic)
+    assert encode_state(again) == encode_state(state)
+    assert (again.table, again.running, again.groups) == (state.table, state.running, state.groups)
+
+
+def test_the_state_is_the_same_from_the_newest_snapshot_and_from_the_start(run) -> None:
+    folder, elastic, state = run
+    storage = FolderStorage(folder / "journal")
+    assert len(storage.segments()) > 1
+    newest, whole = recover(storage, elastic), recover(storage, elastic, from_start=True)
+    assert encode_state(newest.state) == encode_state(whole.state) == encode_state(state)
+    assert newest.rollout.to_json() == whole.rollout.to_json()
+    assert newest.records < whole.records == 6
+    assert whole.rollout.position.next_trajectory == 1
+
+
+def test_replaying_names_every_event_and_decision_and_stops_where_told(run) -> None:
+    folder, _, _ = run
+    lines = list(replayed(folder, None))
+    assert [line.split()[-1] for line in lines if " s  " in line] == [
+        "GpusOffered",
+        "GpusOffered",
+        "RolloutBegan",
+        "GroupPrepared",
+    ]
+    assert any("decided" in line for line in lines)
+    assert any("1 groups open, 1 trajectories under way" in line for line in lines)
+    early = list(replayed(folder, 3))
+    assert sum("GpusOffered" in line for line in early) == 1
+    explained = list(replayed(folder, None, explain=True))
+    assert len(explained) > len(lines)
+    table = json.loads(list(replayed(folder, 3, as_json=True))[-1])["table"]
+    assert [row["lifecycle"] for row in table if row["zone"] == "dedicated"] == ["starting", "starting"]
+
+
+def test_what_holds_no_run_or_no_journal_is_refused_in_one_line(tmp_path, run) -> None:
+    folder, _, _ = run
+    with pytest.raises(CommandError, match=r"holds no config\.resolved\.toml"):
+        resume_run(tmp_path, as_json=False, plain=True)
+    with pytest.raises(CommandError, match="--at -1: must be 0 or more"):
+        list(replayed(folder, -1))
+    first = folder / "journal" / "00000001.journal"
+    data = bytearray(first.read_bytes())
+    data[40] ^= 1
+    first.write_bytes(data)
+    with pytest.raises(CommandError, match=r"damaged|no snapshot|begins later"):
+        list(replayed(folder, 2))
+    for file in (folder / "journal").iterdir():
+        file.unlink()
+    (folder / "journal").rmdir()
+    with pytest.raises(CommandError, match="ended before its first record"):
+        resume_run(folder, as_json=False, plain=True)
+
+
+def test_a_second_control_plane_is_refused_and_named_and_the_lock_ends_with_its_process(run) -> None:
+    folder, _, _ = run
+    hold = (
+        "import sys; from pathlib import Path; from pearl_rl.run_lock import RunLock;"
+        f"lock = RunLock(Path({str(folder)!r})); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(CommandError, match=f"process {holder.pid} runs this run"):
+            resume_run(folder, as_json=False, plain=True)
+        holder.kill()
+        holder.wait()
+    with RunLock(folder), pytest.raises(CommandError, match="runs this run"):
+        RunLock(folder)
+
+
+def test_a_resumed_run_keeps_reserved_slots_and_what_was_learned_and_nothing_under_way(run) -> None:
+    _, _, state = run
+    state, _ = step(state, ConfigurationPinned(now_s=4.0, configuration=None))
+    before = {row.id: row for row in state.table.rows.values()}
+    state, effects = step(state, RunResumed(now_s=0.0, weight_version=7))
+    rows = state.table.rows
+    kept = {id_ for id_, row in rows.items() if row.gpus & RESERVED.gpus}
+    assert {gpu for id_ in kept for gpu in rows[id_].gpus} == RESERVED.gpus
+    assert not any(row.gpus & LENT.gpus for row in rows.values())
+    assert all(rows[id_].failures == before[id_].failures for id_ in kept)
+    assert all(rows[id_].incarnation == before[id_].incarnation + 1 for id_ in kept)
+    assert [type(effect).__name__ for effect in effects] == ["PrepareGroup"]
+    assert (state.table.target_version, state.table.floor_version) == (7, 7)
+    assert all(rows[id_].lifecycle is Lifecycle.ACTIVE for id_ in state.table.training())
+    assert (state.running, state.removals, state.doomed, state.training_wanted) == (None, {}, {}, False)
