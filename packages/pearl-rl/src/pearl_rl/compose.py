@@ -34,10 +34,10 @@ from pearl_rl.observer import Observer, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import TextAgent
 from pearl_rl.rollout.batch_rollout import UnplayableTasksError
 from pearl_rl.rollout.buffer import RefillsExhaustedError
+from pearl_rl.rollout.continuous import pipeline_class
 from pearl_rl.rollout.environments.protocol import EnvironmentSuite
 from pearl_rl.rollout.environments.suites import make_suite
 from pearl_rl.rollout.ledger import RolloutLedger, RolloutResumed
-from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import RolloutTimeoutError, UpdateTimeoutError
 from pearl_rl.rollout.recorded_generation import RecordedGeneration
 from pearl_rl.rollout.router import Router
@@ -288,8 +288,9 @@ class _Run:
             on_complete=self._journal.checkpointed,
         )
         self._completed = self._resumed.step if self._resumed else 0
-        self._pipeline = PipelineScheduler(
-            replace(parts.pipeline_settings(settings), completed_steps=self._completed),
+        chosen = replace(parts.pipeline_settings(settings), completed_steps=self._completed)
+        self._pipeline = pipeline_class(chosen)(
+            chosen,
             router=self._router,
             agent=TextAgent(
                 suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings), trace

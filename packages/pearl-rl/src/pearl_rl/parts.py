@@ -1,5 +1,6 @@
 """From settings to the parts of a run: one function a part, nothing started, nothing written."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pearl_planner.switching import SwitchCosts
 from pearl_rl.own_policy import own_policy
 from pearl_rl.preflight import trace_path
 from pearl_rl.rollout.agent import AgentLimits
-from pearl_rl.rollout.pipeline_settings import PipelineSettings
+from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings
 from pearl_rl.rollout.router import RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.settings import Settings
@@ -235,6 +236,8 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
         groups_per_step=settings.train.groups_per_step,
         group_size=settings.train.group_size,
         max_staleness=settings.train.max_staleness_versions,
+        injection=Injection(settings.rollout.injection),
+        straggler_patience=settings.rollout.straggler_patience or math.inf,
         seed=settings.run.seed,
         wall_limit_s=settings.run.wall_limit_s,
         batch_s=settings.limits.rollout.batch_s,

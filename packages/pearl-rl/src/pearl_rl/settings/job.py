@@ -102,6 +102,15 @@ class RolloutSettings(Section):
         ge=1, le=1_000, description="failing attempts without a new token after which a model call is given up"
     )
     max_refills: int = Field(ge=0, le=1_000_000, description="samples of a group that may fail and be played again")
+    injection: Literal["batch", "continuous"] = Field(
+        description="when groups are dispatched: a batch once the one before it is complete, or each as soon as "
+        "max_staleness_versions allows"
+    )
+    straggler_patience: float = Field(
+        ge=0,
+        description="with continuous injection: mean step times that an update waits for its oldest trajectories "
+        "before it gives them up; 0 waits as long as needed",
+    )
 
 
 class EnvironmentSettings(Section):
