@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def test_a_second_control_plane_is_refused_by_name_and_a_stopped_worker_is_repla
         )
         assert second.returncode == 2
         assert f"process {process.pid} runs this run" in second.stderr
-        workers = [pid for pid in descendants(process.pid) if log_name(pid).startswith("worker")]
+        workers = [pid for pid in descendants(process.pid) if re.match(r"w\d", log_name(pid))]
         assert workers
         os.kill(workers[0], signal.SIGSTOP)
     except BaseException:

@@ -18,6 +18,7 @@ from pearl_rl.rollout.ledger import GroupOpened, RolloutLedger, SampleDispatched
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.run_lock import RunLock
 from pearl_rl.settings import load_settings
+from pearl_state.effects import PrepareGroup
 from pearl_state.events import ConfigurationPinned, GpusOffered, GroupPrepared, RolloutBegan, RunResumed
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Tenure
@@ -51,11 +52,10 @@ def run(tmp_path):
     for event in events:
         journal.append(event, {})
         state, effects = step(state, event)
-        for effect in effects:
-            if type(effect).__name__ == "PrepareGroup" and event is RESERVED:
-                events.append(
-                    GroupPrepared(now_s=9.0, plan_id=effect.plan_id, reported={w.id: 0 for w in effect.workers})
-                )
+        if event is RESERVED:
+            (group,) = (effect for effect in effects if isinstance(effect, PrepareGroup))
+            reported = {worker.id: 0 for worker in group.workers}
+            events.append(GroupPrepared(now_s=9.0, plan_id=group.plan_id, reported=reported))
         journal.applied(state)
     journal._journal.commit_now()
     storage.close()
