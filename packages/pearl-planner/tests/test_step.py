@@ -10,6 +10,7 @@ from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, init
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_state import events
+from pearl_state.configuration import Configuration
 from pearl_state.effects import (
     ApplyStage,
     CancelGroup,
@@ -255,6 +256,26 @@ def test_a_slot_that_keeps_failing_is_retired_and_the_others_serve() -> None:
     world.post(offer(11))
     world.settle()
     assert len(world.state.table.active()) == 1
+
+
+def test_what_switches_take_is_averaged_into_the_policy_s_costs() -> None:
+    """Stages answer after half a second each; the priors are 11, 20 and 5 s."""
+    world = World(start(Borrowing.OFF))
+    world.post(offer(10, 11))
+    world.settle()
+    admitted = world.state.settings.policy.costs
+    assert admitted.new_worker_s == pytest.approx(0.7 * 11.05 + 0.3 * 0.5)
+    assert (admitted.relaunch_s, admitted.flip_s) == (20.0, 5.0)
+    for pinned in (Configuration(colocated=2), Configuration(1, 1)):
+        world.post(events.ConfigurationPinned(now_s=world.now, configuration=pinned))
+        world.settle()
+    assert world.state.settings.policy.costs.relaunch_s < 20.0
+    world.post(offer(12, 13))
+    world.settle()
+    for pinned in (Configuration(1, 3), Configuration(3, 1)):
+        world.post(events.ConfigurationPinned(now_s=world.now, configuration=pinned))
+        world.settle()
+    assert world.state.settings.policy.costs.flip_s < 5.0
 
 
 def test_an_answer_of_an_unknown_plan_changes_nothing() -> None:

@@ -4,11 +4,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pearl_planner.elastic import ElasticState, Group, Step
+from pearl_planner.policies import Observing
 from pearl_planner.reconcile import begin_stage, rows, wanted, withdraw
 from pearl_state import events
+from pearl_state.decision import SwitchKind
 from pearl_state.effects import CleanWorkers, GroupKind
 from pearl_state.errors import InvariantError
 from pearl_state.lifecycle import Lifecycle
+from pearl_state.plan import Stage
 from pearl_state.roles import Role, Zone
 from pearl_state.table import WorkerTable
 from pearl_state.worker import WorkerId
@@ -90,6 +93,7 @@ def stage_applied(state: ElasticState, event: events.StageApplied) -> Step:
     if running is None or running.plan.id != event.plan_id or running.stage != event.stage:
         return state, ()
     stage = running.plan.stages[running.stage]
+    state = _learn(state, stage, event)
     state, effects = _settle_leavers(state, stage.leave - running.lost, event)
     state, more = _settle_survivors(state, event)
     state, admitted = _admit(state)
@@ -99,6 +103,24 @@ def stage_applied(state: ElasticState, event: events.StageApplied) -> Step:
     state = replace(state, running=replace(running, stage=running.stage + 1, lost=frozenset()))
     state, begun = begin_stage(state)
     return state, (*effects, *more, *begun)
+
+
+def _learn(state: ElasticState, stage: Stage, event: events.StageApplied) -> ElasticState:
+    """Tell a policy that wants to know how long a stage of this kind took."""
+    policy = state.settings.policy
+    if event.failed or not event.duration_s or not isinstance(policy, Observing):
+        return state
+    rows = state.table.rows
+    turned = [(rows[id_].role, role) for id_, role in stage.switch.items() if id_ in rows]
+    if any(Role.COLOCATED in pair for pair in turned):
+        kind = SwitchKind.RELAUNCH
+    elif turned:
+        kind = SwitchKind.FLIP
+    elif stage.join:
+        kind = SwitchKind.NEW_WORKERS
+    else:
+        return state
+    return replace(state, settings=replace(state.settings, policy=policy.observing(kind, event.duration_s)))
 
 
 def _settle_leavers(state: ElasticState, ids: Iterable[WorkerId], event: events.StageApplied) -> Step:

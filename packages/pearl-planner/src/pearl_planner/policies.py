@@ -1,12 +1,12 @@
 """Policies: who chooses the configuration, and whether the pool grows, borrows, or stays as it is. All pure."""
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from pearl_planner.decide import DecideSettings, decide
 from pearl_planner.switching import SwitchCosts
 from pearl_state.configuration import Configuration
-from pearl_state.decision import Decision
+from pearl_state.decision import Decision, SwitchKind
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Mode
 
@@ -42,6 +42,15 @@ class Policy(Protocol):
         calibrated: bool = True,
     ) -> Decision:
         """As `pearl_planner.decide.decide`."""
+        ...
+
+
+@runtime_checkable
+class Observing(Protocol):
+    """A policy that learns what switches cost."""
+
+    def observing(self, kind: SwitchKind, seconds: float) -> Policy:
+        """The same policy after it saw a switch of `kind` take `seconds`."""
         ...
 
 
@@ -84,6 +93,10 @@ class ModelPolicy:
             pinned=pinned or self.configuration,
             calibrated=calibrated,
         )
+
+    def observing(self, kind: SwitchKind, seconds: float) -> "ModelPolicy":
+        """See `Observing`."""
+        return replace(self, costs=self.costs.observe(kind, seconds))
 
 
 def pearl(settings: DecideSettings | None = None, costs: SwitchCosts | None = None) -> ModelPolicy:
