@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pearl_planner.allocate import target_configuration
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
-from pearl_planner.in_step import InStepPolicy, demand_of, pearl_prorsa, prorsa, usable_kv_bytes
+from pearl_planner.in_step import SETTLED, InStepPolicy, demand_of, pearl_prorsa, prorsa, usable_kv_bytes
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_planner.switching import SwitchCosts
@@ -55,10 +55,11 @@ def load(prefill: float, decode: float, now_s: float = 100.0) -> events.LoadFore
 def forecasts(
     state: ElasticState, prefill: float, decode: float, loads: dict[WorkerId, float] | None = None
 ) -> tuple[ElasticState, tuple[Effect, ...]]:
-    """Two windows with this demand: the first one under a configuration changes nothing."""
-    state, none = step(state, load(prefill, decode, 100.0), loads or {})
-    assert none == ()
-    return step(state, load(prefill, decode, 110.0), loads or {})
+    """As many windows with this demand as a configuration needs to settle: those before the last change nothing."""
+    for i in range(SETTLED - 1):
+        state, none = step(state, load(prefill, decode, 100.0 + 10.0 * i), loads or {})
+        assert none == ()
+    return step(state, load(prefill, decode, 160.0), loads or {})
 
 
 def settle(state: ElasticState, effects: tuple[Effect, ...], now_s: float) -> tuple[ElasticState, list[Effect]]:
@@ -123,16 +124,17 @@ def test_the_least_loaded_worker_is_the_one_that_changes_its_role() -> None:
 
 def test_one_plan_at_a_time_and_the_next_forecast_finds_it_done() -> None:
     state, effects = forecasts(running(even()), 0.5, 2.0)
-    for now_s in (120.0, 130.0):
-        state, none = step(state, load(3.0, 0.5, now_s))
+    for i in range(SETTLED):
+        state, none = step(state, load(3.0, 0.5, 170.0 + 10.0 * i))
         assert none == ()
-    state, _ = settle(state, effects, 132.0)
-    state, effects = step(state, load(3.0, 0.5, 140.0))
+    state, _ = settle(state, effects, 232.0)
+    state, effects = step(state, load(3.0, 0.5, 240.0))
     assert settle(state, effects, 121.0)[0].table.configuration == Configuration(6, 2)
 
 
 def test_a_switch_that_does_not_pay_is_not_made() -> None:
-    state, effects = forecasts(running(even(persistence_s=1.0)), 0.8, 1.2)
+    short = prorsa(SwitchCosts(flip_s=60.0), persistence_s=1.0, first=Configuration(1, 1))
+    state, effects = forecasts(running(short), 1.6, 2.8)
     assert effects == ()
     assert state.table.configuration == Configuration(4, 4)
 
@@ -218,14 +220,14 @@ def test_a_margin_that_nobody_needs_is_not_paid_for() -> None:
 
 def test_what_is_wanted_for_long_is_expected_to_stay_wanted() -> None:
     """A switch that half a minute would not repay is made once the demand has lasted."""
-    slow = prorsa(SwitchCosts(flip_s=20.0), persistence_s=1.0, first=Configuration(1, 1))
+    slow = prorsa(SwitchCosts(flip_s=40.0), persistence_s=1.0, first=Configuration(1, 1))
     state, waited = running(slow), 0
     effects: tuple[Effect, ...] = ()
     while not effects:
         state, effects = step(state, load(0.7, 2.1, 100.0 + 10.0 * waited))
         waited += 1
         assert waited <= 12
-    assert waited > 2
+    assert waited > SETTLED
     assert settle(state, effects, 300.0)[0].table.configuration.decode > 4
 
 

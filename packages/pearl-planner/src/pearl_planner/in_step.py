@@ -33,8 +33,8 @@ _AVERAGED: Final = 3
 _FULL: Final = 0.8
 """Part of the decode pool's KV from which on it is taken to be full: the rest is too small for most contexts."""
 
-_LEAST: Final = 2
-"""Forecasts under one configuration before it may change again: the first one still shows what the change did."""
+SETTLED: Final = 6
+"""Forecasts under one configuration before it may change again: what a switch moved must come to rest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +266,7 @@ def rebalance(state: ElasticState, trigger: str, loads: Mapping[WorkerId, float]
     current = current_configuration(state.table)
     if (
         not isinstance(policy, InStepPolicy)
-        or len(forecasts) < _LEAST
+        or len(forecasts) < SETTLED
         or current is None
         or state.running is not None
         or state.pinned is not None

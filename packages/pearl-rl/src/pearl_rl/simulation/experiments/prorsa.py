@@ -32,7 +32,7 @@ _BATCHES: Final = {"coding agent": 64, "general agent": 256}
 """Trajectories of a step, in groups of 16."""
 _MATH: Final = {"model": "swe", "max_turns": 1, "response_scale": 60.0, "tool_scale": 0.0}
 """Single turns with long responses."""
-_STEPS: Final = {0: 4, 2: 4, 8: 6}
+_STEPS: Final = {0: 3, 2: 4, 8: 5}
 """Staleness → steps of a run."""
 _SEGMENTS: Final = ("segment1", "segment2", "segment3")
 
@@ -81,18 +81,16 @@ class RanksJob:
 
 def rows(bench: Bench, *, quick: bool) -> Iterable[TargetRow]:
     """Run what is needed, and say what came out."""
-    workloads = list(_WORKLOADS)[: 1 if quick else None]
-    staleness = tuple(_STEPS)[: 1 if quick else None]
+    agents = [("coding agent", 0)] if quick else [*(("coding agent", bound) for bound in _STEPS), ("general agent", 0)]
     segments = _SEGMENTS[: 1 if quick else None]
     duration_s = 600.0 if quick else 1800.0
     bench.prepare(
-        [agent_job(w, s, policy) for w in workloads for s in staleness for policy in ("roll", "prorsa", *_RATIOS)]
+        [agent_job(*agent, policy) for agent in agents for policy in ("roll", "prorsa", *_RATIOS)]
         + [math_job(policy) for policy in ("roll", "prorsa", "pearl+prorsa")]
         + [segment_job(s, policy, duration_s) for s in segments for policy in ("pearl", "prorsa", "pearl+prorsa")]
     )
-    for workload in workloads:
-        for bound in staleness:
-            yield from _agent(bench, workload, bound)
+    for agent in agents:
+        yield from _agent(bench, *agent)
     yield from _math(bench)
     yield from _composition(bench, segments, duration_s)
 
@@ -111,7 +109,7 @@ def agent_job(workload: str, staleness: int, policy: str) -> RanksJob:
             "injection": "continuous" if staleness else "batch",
         },
         policy={"name": "static-pd", "configuration": policy} if static else {"name": policy},
-        run={"steps": _STEPS[staleness]},
+        run={"steps": _STEPS[staleness] if workload == "coding agent" else 1},
     )
     return RanksJob(scenario, _RANKS)
 
@@ -150,6 +148,19 @@ def _row(name: str, paper: float, ours: float, *, at_most: bool = False) -> Targ
     )
 
 
+def _in_range(name: str, low: float, high: float, ours: float) -> TargetRow:
+    """A speed-up of which the paper states a range: compared with its nearer end, as every predicted ratio is.
+
+    Where the paper always gains, a loss is none of it however near it is.
+    """
+    if low > 1.0 >= ours:
+        return _row(f"{name} ({low} to {high})", low, ours)
+    nearest = min(high, max(low, ours))
+    return TargetRow(
+        id="prorsa", name=f"{name} ({low} to {high})", use="predict", paper=nearest, ours=ours, unit="ratio"
+    )
+
+
 def _agent(bench: Bench, workload: str, staleness: int) -> Iterable[TargetRow]:
     """Sections 5.2, 5.4 and 5.5 for one task and staleness."""
 
@@ -159,8 +170,8 @@ def _agent(bench: Bench, workload: str, staleness: int) -> Iterable[TargetRow]:
     ours = result("prorsa")
     best = max(result(ratio).tokens_per_s for ratio in _RATIOS)
     where = f"{workload}, staleness {staleness}"
-    yield _row(f"{where}: over colocation", 1.11, ours.tokens_per_s / result("roll").tokens_per_s)
-    yield _row(f"{where}: over the best static ratio", 1.0, ours.tokens_per_s / best)
+    yield _in_range(f"{where}: over colocation", 1.11, 4.05, ours.tokens_per_s / result("roll").tokens_per_s)
+    yield _in_range(f"{where}: over the best static ratio", 1.0, 1.44, ours.tokens_per_s / best)
     if ours.prefill_wape is not None and ours.admission_wape is not None:
         yield _row(f"{where}: WAPE of prefill forecasts, %", 14.37, 100 * ours.prefill_wape, at_most=True)
         yield _row(f"{where}: WAPE of admission forecasts, %", 13.69, 100 * ours.admission_wape, at_most=True)
