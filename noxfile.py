@@ -13,6 +13,8 @@ nox.options.sessions = ["lint", "imports", "types", "tests", "isolated", "integr
 
 PACKAGES = ["pearl-state", "pearl-planner", "pearl-executor", "pearl-telemetry", "pearl-rl"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Files in parallel, each in one process: what a file starts, it starts once.
+TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
 # pip's folder of local wheels serves uv too, where there is one.
 if os.environ.get("PIP_FIND_LINKS"):
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
@@ -56,7 +58,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All packages' tests in one environment, the torch engine and trainer included."""
     sync(session)
-    session.run("pytest", "packages", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "packages", *TWO_AT_A_TIME, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -65,7 +67,8 @@ def isolated(session: nox.Session, package: str) -> None:
     """A package's own tests with nothing installed but the package and what it declares."""
     # From the workspace, never by name from an index: there the name may be another's.
     sync(session, "--package", package, "--no-editable", "--no-default-groups", "--group", "test")
-    session.run("pytest", f"packages/{package}/tests", "-m", "not torch", *session.posargs, env=ONE_THREAD)
+    tests = (f"packages/{package}/tests", "-m", "not torch", *TWO_AT_A_TIME)
+    session.run("pytest", *tests, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
