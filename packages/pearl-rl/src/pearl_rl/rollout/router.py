@@ -137,10 +137,10 @@ class Router:
 
     # ---- trajectories -----------------------------------------------------------------------------------------------
 
-    def begin(self, trajectory: TrajectoryId) -> None:
-        """Count a trajectory as in flight."""
+    def begin(self, trajectory: TrajectoryId, version: int = -1) -> None:
+        """Count a trajectory as in flight. Only workers with weights of `version` or newer serve it."""
         self._meter.advance(asyncio.get_running_loop().time())
-        self._homes[trajectory] = Home(trajectory)
+        self._homes[trajectory] = Home(trajectory, version=version)
         self._meter.in_flight += 1
 
     def end(self, trajectory: TrajectoryId) -> None:
