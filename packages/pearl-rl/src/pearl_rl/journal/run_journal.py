@@ -123,6 +123,6 @@ def apply(recovered: Recovered, record: Record) -> tuple[Event, tuple[Any, ...]]
                 recovered.rollout.checkpointed(int(record["v"]["step"]), int(record["v"]["version"]))
             case kind:
                 raise JournalError(f"record {record.get('n')}: unknown kind {kind!r}")
-    except (ValueError, KeyError, TypeError, AttributeError, StateError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, StateError) as error:
         raise JournalError(f"record {record.get('n')}: does not follow ({type(error).__name__}: {error})") from None
     return None
