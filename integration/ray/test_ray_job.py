@@ -67,6 +67,11 @@ class Job:
             rows |= line["rows"]
         return rows
 
+    def serving_reserved(self):
+        """The first reserved worker, once it serves."""
+        rows = self.rows() if (self.folder / "table.jsonl").is_file() else {}
+        return next((id_ for id_, row in rows.items() if row["gpus"] == [2] and row["lifecycle"] == "active"), None)
+
     def until(self, found, what, within_s=600.0):
         deadline_s = time.monotonic() + within_s
         while True:
@@ -125,10 +130,10 @@ def story(nodes, tmp_path_factory):
     job = told.job = Job(tmp_path_factory.mktemp("ray") / "run", nodes.address)
     try:
         # A reserved worker is killed in the middle of its work.
-        job.middle_of(1)
-        told.actors = actors("w") | actors("train")
-        victim = next(id_ for id_, row in job.rows().items() if row["gpus"] == [2] and row["role"] != "training")
+        victim = job.until(job.serving_reserved, "a reserved worker serves")
         told.victim = int(victim)
+        job.middle_of(max(e["step"] for e in job.events("RolloutBegan")))
+        told.actors = actors("w") | actors("train")
         told.killed_s = job.events()[-1]["now_s"]
         os.kill(next(pid for name, pid in told.actors.items() if name.startswith(f"w{victim}-")), signal.SIGKILL)
         job.until(lambda: job.events("WorkerFailed", told.killed_s), "the killed worker is noticed")

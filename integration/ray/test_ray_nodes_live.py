@@ -83,7 +83,7 @@ def spot_service():
             thread.join()
 
 
-def test_a_node_hears_its_provider_and_a_drain_is_seen_with_its_deadline(nodes):
+def test_a_node_hears_its_provider(nodes):
     async def main(base):
         async with RayCluster(nodes.address, namespace="pearl"):
             node = nodes.join(1)
@@ -91,10 +91,6 @@ def test_a_node_hears_its_provider_and_a_drain_is_seen_with_its_deadline(nodes):
             state = next(one for one in before if one.id == node.node_id)
             assert (state.gpus, state.leaves_in_s) == (1, None)
             assert await watch_node(node.node_id, "aws", 30.0, base) == 0.0
-            nodes.drain(node, 60.0)
-            after = await asyncio.to_thread(look_at_cluster, {"pearl.zone": "elastic"}, 30.0)
-            state = next(one for one in after if one.id == node.node_id)
-            assert 30.0 < state.leaves_in_s <= 60.0
             nodes.take_away(node)
 
     with spot_service() as base:
