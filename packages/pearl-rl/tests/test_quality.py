@@ -4,15 +4,24 @@ import itertools
 
 import pytest
 
+from pearl_rl.errors import SettingsError
+from pearl_rl.simulation import prior
 from pearl_rl.simulation.batch_run import run_batch
-from pearl_rl.simulation.cluster import SimulatedCluster
-from pearl_rl.simulation.experiments.bench import Bench, batch_scripts
+from pearl_rl.simulation.cluster import SimulatedCluster, simulate
+from pearl_rl.simulation.experiments.bench import Bench, batch_scripts, variant
 from pearl_rl.simulation.experiments.quality import QualityJob, draw, judge, summarize, telemetry
-from pearl_rl.simulation.oracle import best, configurations, simulated_makespans
+from pearl_rl.simulation.oracle import best, configurations, first_batches, simulated_makespans
 from pearl_state.configuration import Configuration
 
 SMALL = 23
 """Seed of a case that takes half a second."""
+BASE = {
+    "cluster": {"training_gpus": 2, "reserved_rollout_gpus": 4, "max_preemptible_gpus": 2},
+    "availability": {"trace": "none"},
+    "rollout": {"batch": 8, "group_size": 4},
+    "workload": {"max_turns": 4},
+    "run": {"steps": 2},
+}
 
 
 def test_the_candidates_of_a_budget_are_all_of_both_modes() -> None:
@@ -87,3 +96,35 @@ def test_more_simulated_batches_are_averaged() -> None:
 
 def test_judging_a_case_twice_gives_the_same() -> None:
     assert judge(draw(SMALL)) == judge(draw(SMALL))
+
+
+def test_the_oracle_s_policy_takes_the_fastest_that_the_planner_deems_feasible() -> None:
+    cluster = SimulatedCluster(variant(BASE, policy={"name": "oracle"}))
+    policy = cluster.setup.policy
+    workload, platform = prior.workload_prior(cluster.workload, 8, 4), None
+    platform = prior.platform_prior(cluster, workload)
+    decision = policy.decide(workload=workload, platform=platform, budget_workers=3)
+    batches = first_batches(cluster.workload, 8, 4)
+    stable = cluster.workload.stable_fraction
+    simulated = simulated_makespans(batches, configurations(3), cluster.worker_model(), stable_fraction=stable)
+    assert {c.configuration: c.makespan_s for c in decision.candidates} == dict(simulated)
+    feasible = {c.configuration: c.makespan_s for c in decision.candidates if c.feasible}
+    assert decision.selected == best(feasible)
+    assert decision.predicted_s == min(feasible.values())
+    # A person's choice stays a person's, and what runs stays where a switch would not pay.
+    slowest = max(feasible, key=feasible.__getitem__)
+    asked = {"workload": workload, "platform": platform, "budget_workers": 3}
+    assert policy.decide(**asked, pinned=slowest).selected == slowest
+    kept = policy.decide(**asked, current=slowest, remaining_fraction=0.0, steps_ahead=0.0)
+    assert kept.selected == slowest
+
+
+def test_a_run_under_the_oracle_trains_every_step() -> None:
+    result = simulate(variant(BASE, policy={"name": "oracle"}))
+    assert len(result.steps) == 2
+    assert result.decisions
+
+
+def test_a_cluster_of_too_many_configurations_is_refused_in_one_line() -> None:
+    with pytest.raises(SettingsError, match=r"policy oracle simulates every configuration: \d+ workers, at most 24"):
+        SimulatedCluster(variant(BASE, policy={"name": "oracle"}, cluster={"max_preemptible_gpus": 200}))

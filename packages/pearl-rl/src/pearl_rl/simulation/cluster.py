@@ -16,6 +16,7 @@ from pearl_executor.virtual_time import run_virtual
 from pearl_planner.catalog import CatalogError, GpuSpec, ModelSpec, find_gpu, find_model
 from pearl_planner.elastic import ElasticSettings, ElasticState, initial_state
 from pearl_planner.gate import ToggleCosts
+from pearl_planner.policies import Policy
 from pearl_planner.roofline import check_tensor_parallel
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.control.forecasting import forecasting_for, windows_of
@@ -38,6 +39,7 @@ from pearl_rl.simulation.engine import IterationCosts
 from pearl_rl.simulation.kernels import WorkerCosts
 from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
+from pearl_rl.simulation.oracle import MOST_WORKERS, OraclePolicy, first_batches
 from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, SimulationResult
 from pearl_rl.simulation.parameters import Parameters, load_parameters
 from pearl_rl.simulation.policies import injection, policy_setup, straggler_patience
@@ -121,12 +123,26 @@ class SimulatedCluster:
             flip_s=times.flip_s, relaunch_s=times.relaunch_s, new_worker_s=times.first_load_s, weight=_EMA_WEIGHT
         )
         self.setup = policy_setup(scenario, self.switch_costs, self.trace)
+        if scenario.policy.name == "oracle":
+            self.setup = replace(self.setup, policy=self._oracle(self.setup.policy))
         if self.setup.reserved_gpus + self.setup.preemptible_gpus < scenario.tp:
             raise SettingsError(
                 f"{scenario.name}: {self.setup.reserved_gpus} reserved and {self.setup.preemptible_gpus} preemptible "
                 f"rollout GPUs hold no worker of tp = {scenario.tp}",
                 ExitCode.INFEASIBLE,
             )
+
+    def _oracle(self, base: Policy) -> OraclePolicy:
+        """The policy that simulates. Raises `SettingsError` for a cluster of too many configurations."""
+        cluster, rollout = self.scenario.cluster, self.scenario.rollout
+        gpus = cluster.training_gpus + cluster.reserved_rollout_gpus + cluster.max_preemptible_gpus
+        workers = gpus // self.scenario.tp
+        if workers > MOST_WORKERS:
+            raise SettingsError(
+                f"policy oracle simulates every configuration: {workers} workers, at most {MOST_WORKERS}"
+            )
+        batches = first_batches(self.workload, rollout.batch, rollout.group_size)
+        return OraclePolicy(base, batches, self.worker_model(), self.workload.stable_fraction, self.switch_costs)
 
     def worker_model(self) -> WorkerModel:
         """One worker, for runs of a single batch."""

@@ -35,6 +35,7 @@ def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRo
     - `static-pd`: reserved and preemptible GPUs at one P:D ratio.
     - `pearl`; `pearl-disaggregated`: its disaggregation alone (Figure 7's A), `pearl-ungated`: with ungated borrowing
       (A + B); both never colocate, as in the paper's ablation. `pearl-no-borrowing`, `pearl-colocated`: less one part.
+    - `oracle`: `pearl`, but it simulates every feasible configuration where `pearl` predicts them (see `oracle`).
     - `tiderl`: a cluster of fixed size, colocated; training GPUs go to rollout whenever training waits for data.
       `…+tiderl`: that policy, with continuous injection (see `injection`).
     - `prorsa`: reserved and preemptible GPUs, disaggregated, the ratio moved by forecasts inside a step, no borrowing.
@@ -118,6 +119,7 @@ _PARTS: Mapping[str, tuple[Borrowing, frozenset[Mode], bool]] = {
     "pearl-colocated": (Borrowing.GATED, _COLOCATION, True),
     "bidirl": (Borrowing.GATED, _COLOCATION, False),
     "tiderl": (Borrowing.UNGATED, _COLOCATION, False),
+    "oracle": (Borrowing.GATED, frozenset(Mode), True),
 }
 """Policies that ask the PD Decision Engine: borrowing, modes, and whether they take preemptible GPUs."""
 

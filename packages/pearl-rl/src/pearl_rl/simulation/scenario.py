@@ -32,6 +32,7 @@ POLICIES = (
     "tiderl",
     "pearl+tiderl",
     "pearl+prorsa+tiderl",
+    "oracle",
 )
 """Names of the bundled policies."""
 
