@@ -347,3 +347,19 @@ def test_a_hundred_episodes_share_a_few_processes() -> None:
 
     played = asyncio.run(main())
     assert all(reward > 0 and steps <= 4 for reward, steps in played)
+
+
+def test_a_pool_is_prewarmed_while_a_process_is_up_and_free(tmp_path: Path) -> None:
+    async def body(pool: SandboxPool) -> None:
+        assert not pool.prewarmed
+        await pool.start()
+        assert pool.prewarmed
+        call = asyncio.create_task(pool.call("echo", {}, latency_s=0.2))
+        await asyncio.sleep(0.05)
+        assert not pool.prewarmed
+        await call
+        assert pool.prewarmed, "the process is kept for the next call"
+        await pool.call("exit", {})
+        assert not pool.prewarmed, "its last process is gone: the next start is a cold one"
+
+    within(tmp_path, body)

@@ -50,6 +50,11 @@ class BisectEnvironment:
         self._task: Task | None = None
         self._game: BisectGame | None = None
 
+    @property
+    def prewarmed(self) -> bool:
+        """Whether its tools are up: an episode that starts now is a prewarm hit, not a cold start."""
+        return self._tools.prewarmed
+
     async def reset(self, task: Task) -> Observation:
         """Start the game."""
         self._task, self._game = task, BisectGame(self._settings, task)

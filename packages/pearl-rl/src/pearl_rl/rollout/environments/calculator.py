@@ -98,6 +98,11 @@ class CalculatorEnvironment:
         self._used = 0
         self._mistakes = 0
 
+    @property
+    def prewarmed(self) -> bool:
+        """Whether its tools are up: an episode that starts now is a prewarm hit, not a cold start."""
+        return self._tools.prewarmed
+
     async def reset(self, task: Task) -> Observation:
         """Tell the story."""
         self._task, self._used, self._mistakes = task, 0, 0

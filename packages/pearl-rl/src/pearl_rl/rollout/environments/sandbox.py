@@ -134,6 +134,7 @@ class _Slot:
     """A place for one process; empty before its first start."""
 
     process: _Process | None = None
+    busy: bool = False
 
 
 class SandboxPool:
@@ -164,6 +165,11 @@ class SandboxPool:
     def pids(self) -> tuple[int, ...]:
         """Processes that live now."""
         return tuple(slot.process.pid for slot in self._slots if slot.process is not None and slot.process.alive)
+
+    @property
+    def prewarmed(self) -> bool:
+        """Whether a process is up and free: what is called now need not start one."""
+        return any(not slot.busy and slot.process is not None and slot.process.alive for slot in self._slots)
 
     async def start(self) -> None:
         """Start every process, a few at a time. Raises `EnvironmentFailure`."""
@@ -206,6 +212,7 @@ class SandboxPool:
 
     async def _attempt(self, request: dict[str, Any], *, fresh: bool = False) -> ToolReply:
         slot = await self._acquire()
+        slot.busy = True
         process: _Process | None = None
         if fresh:
             _kill(slot.process)
@@ -226,6 +233,7 @@ class SandboxPool:
             _kill(process)
             raise
         finally:
+            slot.busy = False
             self._free.put_nowait(slot)
         if "error" in reply:
             return ToolReply(fault=ToolFault.RAISED, detail=str(reply["error"]))

@@ -35,6 +35,11 @@ class ToolReply:
 class ToolRunner(Protocol):
     """Runs named tools on arguments that may come from a model."""
 
+    @property
+    def prewarmed(self) -> bool:
+        """Whether the next call finds a process that is up."""
+        ...
+
     async def start(self) -> None:
         """Bring processes up ahead of the first call. Raises `EnvironmentFailure`."""
         ...
@@ -55,6 +60,11 @@ class InlineTools:
 
     def __init__(self, tools: Mapping[str, Callable[[dict[str, Any]], Any]]) -> None:
         self._tools = dict(tools)
+
+    @property
+    def prewarmed(self) -> bool:
+        """Always: there is no process."""
+        return True
 
     async def start(self) -> None:
         """Nothing to bring up."""

@@ -4,7 +4,7 @@ Workers are of the paper's kind: a mixture-of-experts model on four GPUs with an
 that ratios are those of section 5.4. Staleness above 0 injects groups continuously, as the paper's asynchronous runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ from pearl_rl.simulation.parameters import load_parameters
 from pearl_rl.simulation.scenario import Scenario
 
 _RANKS: Final = 4
-_POOL: Final = {
+_POOL: Final[Mapping[str, Mapping[str, object] | str | int]] = {
     "model": "qwen3-30b-a3b",
     "tp": _RANKS,
     "cluster": {"training_gpus": 16, "reserved_rollout_gpus": 8 * _RANKS, "max_preemptible_gpus": 0},
@@ -24,13 +24,13 @@ _POOL: Final = {
 }
 _RATIOS: Final = ("3P5D", "4P4D", "5P3D", "6P2D")
 """Static ratios, of which the best one counts."""
-_WORKLOADS: Final = {
+_WORKLOADS: Final[Mapping[str, Mapping[str, object]]] = {
     "coding agent": {"model": "swe"},
     "general agent": {"model": "weka", "max_context_tokens": 131_072, "max_turns": 60},
 }
 _BATCHES: Final = {"coding agent": 64, "general agent": 256}
 """Trajectories of a step, in groups of 16."""
-_MATH: Final = {"model": "swe", "max_turns": 1, "response_scale": 60.0, "tool_scale": 0.0}
+_MATH: Final[Mapping[str, object]] = {"model": "swe", "max_turns": 1, "response_scale": 60.0, "tool_scale": 0.0}
 """Single turns with long responses."""
 _STEPS: Final = {0: 3, 2: 4, 8: 5}
 """Staleness → steps of a run."""
