@@ -189,7 +189,10 @@ class FsdpTrainer:
         for name, parameter in self._names.items():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if self._mesh.get_rank() == 0:
-                whole[name] = full.detach().to("cpu", dtype).contiguous()
+                # Of a single rank the whole is the parameter itself, and what was once shared with numpy, for its
+                # checksum, can never be given away: so a copy.
+                alone = self._mesh.size() == 1
+                whole[name] = full.detach().to("cpu", dtype, copy=alone).contiguous()
         if self._mesh.get_rank() != 0:
             return None
         folder.mkdir(parents=True, exist_ok=True)
@@ -334,6 +337,10 @@ def _loaded(path: Path, device: torch.device) -> nn.Module:
 def _sharded(path: Path, options: TrainerOptions, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model of a Hugging Face folder with float32 master weights, each decoder layer a unit of sharding."""
     model = _loaded(path, device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        # A single rank shards nothing and would keep the file's mapping, which cannot be given away.
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
     policy = MixedPrecisionPolicy()
     if options.dtype is not ComputeDtype.FLOAT32:
         policy = MixedPrecisionPolicy(param_dtype=_torch_dtype(options.dtype), reduce_dtype=torch.float32)
