@@ -274,15 +274,19 @@ class ExtendedModel:
             first = own + insertion
             rest = delay + first
             half = 0.5 * (alone + beside - rest)
-            low = rest + half + root(half * half + alone * rest)
-            busy = before * first / low
-            first += insertion * (busy if busy < 1.0 else 1.0)
+            stay = half + root(half * half + alone * rest)
+            low = rest + stay
+            if insertion:
+                busy = before * first / low
+                first += insertion * (busy if busy < 1.0 else 1.0)
             before *= own
             rest = delay + alone
-            half = 0.5 * (first + before - rest)
-            other = rest + half + root(half * half + first * rest)
-            if other > low:
-                low = other
+            # Where less waits for prefill than for decode, the other bound is lower.
+            if before + first > low - rest:
+                half = 0.5 * (first + before - rest)
+                other = rest + half + root(half * half + first * rest)
+                if other > low:
+                    low = other
             near, close = 1.0 / (low - before), 1.0 / (low - beside)
             queue, batch = first * before * near, alone * beside * close
             excess = low - rest - first - queue - batch
