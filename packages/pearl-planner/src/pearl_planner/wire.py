@@ -116,11 +116,11 @@ def sample(kind: type[T]) -> Callable[[object, str], T]:
         message = take(item, tuple(known), where)
         values: dict[str, Any] = {}
         for name, spec in known.items():
-            if name not in message and spec.default is not MISSING:
+            if message.get(name) is None and spec.default is not MISSING:
                 continue
             if spec.type is bool:
                 values[name] = flag(message, name)
-            elif spec.type is int:
+            elif spec.type in (int, int | None):
                 values[name] = count(message, name)
             else:
                 values[name] = number(message, name)
