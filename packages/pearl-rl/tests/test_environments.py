@@ -381,7 +381,7 @@ def test_inline_tools_answer_like_a_sandbox_in_loop_time() -> None:
     ("name", "arguments", "message"),
     [
         ("bisec", {}, "unknown environment 'bisec'; did you mean 'bisect'?"),
-        ("zzz", {}, "unknown environment 'zzz'; there is bisect, calculator, gymnasium, repair, verifiers"),
+        ("zzz", {}, "unknown environment 'zzz'; there is bisect, calculator, gymnasium, http, repair, verifiers"),
         ("bisect", {"comits": 8}, "bisect: unknown argument 'comits'; did you mean 'commits'?"),
         ("bisect", {"commits": "8"}, "bisect: commits = '8' must be of type int"),
         ("bisect", {"commits": True}, "bisect: commits = True must be of type int"),
@@ -410,7 +410,7 @@ def test_a_suite_of_ones_own_is_named_by_module_and_attribute() -> None:
 def test_every_registered_name_is_a_suite_of_that_name() -> None:
     built: list[EnvironmentSuite] = [make_suite(name, {"processes": 0}) for name in ("bisect", "calculator")]
     assert [suite.name for suite in built] == ["bisect", "calculator"]
-    assert set(SUITES) == {"bisect", "calculator", "gymnasium", "repair", "verifiers"}
+    assert set(SUITES) == {"bisect", "calculator", "gymnasium", "http", "repair", "verifiers"}
 
 
 @pytest.mark.parametrize("name", ["bisect", "calculator"])
