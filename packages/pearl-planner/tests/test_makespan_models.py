@@ -305,7 +305,7 @@ def test_a_hand_over_costs_once_a_turn():
 @given(FULL_WORKLOADS, FULL_PLATFORMS)
 def test_turn_groups_keep_turns_and_work(w, p):
     groups = turn_groups(w)
-    assert len(groups) <= 4
+    assert len(groups) <= 3
     assert math.isclose(sum(c * running for c, running in groups), w.batch * work_turns(w), rel_tol=1e-9)
     assert sum(c for c, _ in groups) <= w.turns * (1 + 1e-9)
 

@@ -39,7 +39,7 @@ from pearl_planner.capacity import kv_bytes_per_sequence
 from pearl_state.decision import MakespanTerms
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 
-_GROUPS = 4
+_GROUPS = 3
 
 
 def work_turns(workload: WorkloadProfile) -> float:
@@ -52,7 +52,7 @@ def work_turns(workload: WorkloadProfile) -> float:
 def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float], ...]:
     """(turns, trajectories running in each of them), in order; the turns add up to S.
 
-    Neighbouring turns are joined to at most four groups of equal length, so that a prediction costs the same for
+    Neighbouring turns are joined to at most three groups of equal length, so that a prediction costs the same for
     sixty turns as for eight. Σ turns·trajectories = B·`work_turns`.
     """
     active: Sequence[float] = workload.active_by_turn
