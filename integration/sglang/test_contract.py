@@ -44,9 +44,17 @@ async def events(server, body):
 
 
 async def running(server, body):
-    """A long request that is being decoded."""
-    task = asyncio.create_task(events(server, body))
-    await asyncio.sleep(0.3)
+    """A long request that brought a token; returns the task that reads it to its end."""
+    begun, found = asyncio.Event(), []
+
+    async def read():
+        async for event in server.client.stream(server.url + "/generate", body, timeout_s=60.0):
+            found.append(event)
+            begun.set()
+        return found
+
+    task = asyncio.create_task(read())
+    await asyncio.wait_for(begun.wait(), 30.0)
     assert not task.done()
     return task
 
@@ -99,9 +107,8 @@ def test_an_id_that_is_in_use_is_refused(servers, one):
 def test_an_abort_ends_every_request_whose_id_begins_so_and_gives_its_tokens(servers, one):
     async def abort():
         first = await running(one, bodies.generate(request("t1", 1500)))
-        second = asyncio.create_task(events(one, bodies.generate(request("t10", 1500))))
+        second = await running(one, bodies.generate(request("t10", 1500)))
         other = asyncio.create_task(events(one, bodies.generate(request("u1", 40))))
-        await asyncio.sleep(0.1)
         await one.tell("/abort_request", bodies.abort("t1"))
         for task in (first, second):
             last = (await task)[-1]["meta_info"]
