@@ -143,7 +143,8 @@ def forecasts(repeats: int) -> dict[str, float]:
 def live_trajectories(count: int) -> WorkloadPredictor:
     """A predictor that saw `count` trajectories through a turn and has them now in every phase."""
     predictor = WorkloadPredictor()
-    ways = (Phase.ENVIRONMENT_STARTING, Phase.READY, Phase.PREFILL, Phase.DECODE, Phase.TOOL, Phase.READY, Phase.DECODE)
+    turn = (Phase.READY, Phase.PREFILL, Phase.DECODE)
+    ways = (Phase.ENVIRONMENT_STARTING, *turn, Phase.TOOL, *turn)
     for i in range(2 * count):
         record = PhaseChange(
             trajectory=TrajectoryId(f"t{i:06d}"),
