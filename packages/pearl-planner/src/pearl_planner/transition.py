@@ -56,9 +56,10 @@ class _Order:
             load, cached = costs.load.get, costs.cached_tokens.get
             request_s, token_s = costs.request_s, costs.cached_token_s
             self._price = {row.id: load(row.id, 0.0) * request_s + cached(row.id, 0.0) * token_s for row in workers}
-        hurry = {row.id: _hurry(row) for row in workers}
-        if any(hurry.values()):
-            self._hurry = hurry
+        # A glance first: most clusters have nobody in a hurry, and ten thousand rows take time.
+        preemptible, overlap = Tenure.PREEMPTIBLE, Zone.OVERLAP
+        if [1 for r in workers if r.tenure is preemptible or r.zone is overlap or r.reclaim_at_s is not None]:
+            self._hurry = {row.id: _hurry(row) for row in workers}
 
     def __call__(self, ids: Iterable[WorkerId], *, cheapest: bool = True) -> list[WorkerId]:
         """`ids` in order; the dearest to interrupt come first where `cheapest` is false."""
