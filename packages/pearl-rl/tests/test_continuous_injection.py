@@ -12,7 +12,7 @@ from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 
 @cache
-def run(policy: str, staleness: int, injection: str = "", patience: float = 0.0) -> SimulationResult:
+def run(policy: str, staleness: int, injection: str = "") -> SimulationResult:
     return simulate(
         scenario_from(
             {
@@ -24,7 +24,7 @@ def run(policy: str, staleness: int, injection: str = "", patience: float = 0.0)
                     "group_size": 4,
                     "max_staleness": staleness,
                     "injection": injection,
-                    "straggler_patience": patience,
+                    "straggler_patience": 0.0,
                 },
                 "workload": {"max_turns": 16, "max_context_tokens": 8192},
                 "policy": {"name": policy},
@@ -68,15 +68,41 @@ def test_a_group_is_due_when_one_more_version_would_make_a_sample_of_it_too_old(
     assert [buffer.due(version) for version in (1, 2, 3)] == [0, 0, 1]
 
 
+def straggling(patience: float) -> SimulationResult:
+    """A few trajectories are far longer than the others."""
+    return simulate(
+        scenario_from(
+            {
+                "name": "straggling",
+                "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
+                "availability": {"trace": "none"},
+                "rollout": {"batch": 16, "group_size": 4, "straggler_patience": patience},
+                "workload": {
+                    "max_turns": 60,
+                    "max_context_tokens": 32_768,
+                    "turns_scale": 0.5,
+                    "turns_spread": 3.0,
+                    "response_scale": 1.0,
+                    "prompt_scale": 0.2,
+                    "first_prompt_scale": 0.1,
+                    "tool_scale": 0.2,
+                },
+                "policy": {"name": "pearl+tiderl"},
+                "run": {"steps": 6, "seed": 1},
+            }
+        )
+    )
+
+
 def test_stragglers_are_given_up_only_where_patience_has_an_end_and_are_counted() -> None:
-    waits, hurries = run("pearl+tiderl", 1), run("pearl+tiderl", 1, patience=0.05)
+    waits, hurries = straggling(0.0), straggling(0.01)
     assert waits.counts.dropped_trajectories == 0
     assert hurries.counts.dropped_trajectories > 0
-    assert 0 < hurries.dropped_fraction < 0.25
+    assert 0 < hurries.dropped_fraction < 0.5
     assert hurries.counts.lost_trajectories == 0
     assert hurries.elapsed_s < waits.elapsed_s
     assert max(step.staleness_max for step in hurries.steps) <= 1
-    assert sum(step.trajectories for step in hurries.steps) == 80 - hurries.counts.dropped_trajectories
+    assert sum(step.trajectories for step in hurries.steps) == 96 - hurries.counts.dropped_trajectories
 
 
 def test_a_group_goes_on_without_the_samples_that_it_would_wait_too_long_for() -> None:
@@ -106,3 +132,24 @@ def sample(id_: str, group: str, version: int = 0) -> Trajectory:
         started_s=0.0,
         finished_s=0.0,
     )
+
+
+def test_at_the_wall_limit_the_step_under_way_is_made_and_the_rest_is_given_up() -> None:
+    whole = run("pearl+tiderl", 3)
+    limit_s = whole.steps[0].duration_s + 0.5 * whole.steps[1].duration_s
+    cut = simulate(
+        scenario_from(
+            {
+                "name": "small",
+                "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
+                "availability": {"trace": "none"},
+                "rollout": {"batch": 16, "group_size": 4, "max_staleness": 3},
+                "workload": {"max_turns": 16, "max_context_tokens": 8192},
+                "policy": {"name": "pearl+tiderl"},
+                "run": {"duration_s": limit_s},
+            }
+        )
+    )
+    assert 1 <= len(cut.steps) <= 3
+    assert cut.elapsed_s < whole.elapsed_s
+    assert cut.counts.lost_trajectories == 0
