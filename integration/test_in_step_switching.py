@@ -32,13 +32,15 @@ def generated(folder: Path) -> dict[str, list]:
 def test_roles_switch_inside_a_step_and_every_trajectory_says_what_it_would_have_said(tmp_path: Path) -> None:
     moving = run(tmp_path / "moving")
     still = run(tmp_path / "still", policy="static_pd", configuration="2P2D")
-    switches = [d for d in read_decisions(tmp_path / "moving" / "decisions.jsonl") if d["reason"] == "forecast"]
+    switches = [
+        d for d in read_decisions(tmp_path / "moving" / "decisions.jsonl") if d["decision"]["reason"] == "forecast"
+    ]
     assert len(switches) >= 3
     assert moving["ratio_switches"] >= 3
     assert still["ratio_switches"] == 0
     for summary in (moving, still):
         assert summary["steps"] == 1
-        assert summary["trajectories"] == 32
+        assert summary["trajectories"] == 16
         assert summary["lost_trajectories"] == 0
         assert summary["stale_served"] == 0
     assert generated(tmp_path / "moving") == generated(tmp_path / "still")

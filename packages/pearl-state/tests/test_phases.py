@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl_state.errors import StateError
@@ -31,6 +31,7 @@ def test_a_life_from_sampling_to_its_end_leaves_nothing_behind() -> None:
     assert sum(live.count(phase) for phase in P) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(list(P)), max_size=12))
 def test_exactly_the_listed_changes_are_legal(phases: list[TrajectoryPhase]) -> None:
     live = LiveTrajectories()
