@@ -1,6 +1,7 @@
 """SGLang servers on the nodes of a Ray cluster: each beside an actor on its GPUs' bundle, which starts and ends it."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pearl_executor.runtimes.ray.processes import RayProcesses
 from pearl_executor.runtimes.ray.snapshots import ObjectSnapshots
 from pearl_executor.runtimes.ray.survey import Questions, survey
 
+_log = logging.getLogger(__name__)
 _CALL_S: Final = 30.0
 
 
@@ -31,11 +33,18 @@ class RayLauncher:
 
     async def check(self) -> None:
         """Ask every node that has GPUs which SGLang it has. Raises `LaunchError` naming what to install."""
-        facts = await survey(Questions(interpreter=tuple(self._interpreter)))
-        for node in facts:
-            if node.gpus and (node.error or node.sglang != VERSION):
-                found = node.error or node.sglang
-                raise LaunchError(f"engine.sglang.interpreter on node {node.host}: {found}, not {VERSION}; {INSTALL}")
+        facts = [node for node in await survey(Questions(interpreter=tuple(self._interpreter))) if node.gpus]
+        # Ray lists a node for a while after it is gone; a start on one that is there will say what is wrong.
+        silent = [node for node in facts if node.error]
+        for node in silent:
+            _log.warning("node %s does not say which SGLang it has: %s", node.host, node.error)
+        wrong = next((node for node in facts if not node.error and node.sglang != VERSION), None)
+        if wrong is not None:
+            raise LaunchError(f"engine.sglang.interpreter on {wrong.host}: {wrong.sglang}, not {VERSION}; {INSTALL}")
+        if len(silent) == len(facts):
+            raise LaunchError(
+                f"engine.sglang.interpreter: none of {len(facts)} nodes with GPUs says which SGLang it has"
+            )
 
     async def place(self, name: str, gpus: str, host: str) -> Place:
         """Start the actor on the bundle of `gpus` and ask where it came to. Raises `WorkerError`."""
