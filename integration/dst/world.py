@@ -460,10 +460,10 @@ class Life:
             ended = await asyncio.gather(control, happenings, pipeline, return_exceptions=True)
             await self.router.aclose()
             await self.stalls.aclose()
-            if not self.machine.disk.dead:
-                for error in ended[:2]:
-                    if isinstance(error, Exception):
-                        raise error
+            # What a control plane does after its death is nobody's concern; a script that breaks always is.
+            for error in ended[1:2] if self.machine.disk.dead else ended[:2]:
+                if isinstance(error, Exception):
+                    raise error
 
     async def killed(self) -> None:
         await self.machine.disk.died.wait()
