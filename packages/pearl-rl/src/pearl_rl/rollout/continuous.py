@@ -38,10 +38,6 @@ class ContinuousPipeline(PipelineScheduler):
         return deque(maxlen=_REMEMBERED_STEPS)
 
     @cached_property
-    def _plays(self) -> set[asyncio.Task[None]]:
-        return set()
-
-    @cached_property
     def _news(self) -> asyncio.Event:
         return asyncio.Event()
 
@@ -53,7 +49,8 @@ class ContinuousPipeline(PipelineScheduler):
             async with asyncio.TaskGroup() as plays:
                 before = self._rollout.begun(0)
                 if before:
-                    self._start(plays, before)
+                    self._under_way += before
+                    plays.create_task(self._play_groups(before))
                 for number in range(before, groups):
                     # (η + v + 1) batches may have been dispatched by version v, counted from the start.
                     while number >= (settings.max_staleness + self._version - first + 1) * settings.groups_per_step:
@@ -62,17 +59,12 @@ class ContinuousPipeline(PipelineScheduler):
                         await self._next_version()
                     if self._over():
                         break
-                    self._start(plays, 1)
+                    self._under_way += 1
+                    plays.create_task(self._play_groups(1))
                 self._injected = True
                 self._wake()
         finally:
             self._injected = True
-
-    def _start(self, plays: asyncio.TaskGroup, groups: int) -> None:
-        self._under_way += groups
-        play = plays.create_task(self._play_groups(groups))
-        self._plays.add(play)
-        play.add_done_callback(self._plays.discard)
 
     async def _play_groups(self, count: int) -> None:
         await self._rollout.play(count, self)
@@ -105,11 +97,6 @@ class ContinuousPipeline(PipelineScheduler):
             following = self._begin(batch.step + 1) if batch.step < settings.steps else None
             await self._step(batch)
             if following is None:
-                return
-            if self._over():
-                # The step under way is made; what was dispatched for later ones is given up.
-                for play in self._plays:
-                    play.cancel()
                 return
             batch = following
 
