@@ -38,7 +38,7 @@ def test_each_row_compares_what_it_says() -> None:
     found = {row.name: row for row in rows(Answers(), quick=True)}  # type: ignore[arg-type]
     where = "coding agent, staleness 0"
     assert found[f"{where}: over colocation (1.11 to 4.05)"].ours == pytest.approx(1.2)
-    assert found[f"{where}: over colocation (1.11 to 4.05)"].error == pytest.approx(0.0)
+    assert found[f"{where}: over colocation (1.11 to 4.05)"].ok
     assert found[f"{where}: over the best static ratio (1.0 to 1.44)"].ours == pytest.approx(1200 / 1150)
     assert found[f"{where}: WAPE of prefill forecasts, %"].ok
     assert not found[f"{where}: WAPE of admission forecasts, %"].ok
@@ -61,10 +61,8 @@ def test_a_bound_from_above_is_met_below_and_at_it() -> None:
     assert not row(14.38).ok
 
 
-def test_a_range_is_met_near_its_ends_and_a_gain_is_never_met_by_a_loss() -> None:
-    assert _in_range("x", 1.11, 4.05, 1.03).ok
-    assert _in_range("x", 1.11, 4.05, 1.03).error == pytest.approx(1.03 / 1.11 - 1)
-    assert not _in_range("x", 1.11, 4.05, 0.99).ok
-    assert _in_range("x", 1.0, 1.44, 0.97).ok
-    assert not _in_range("x", 1.0, 1.44, 0.8).ok
-    assert not _in_range("x", 1.11, 4.05, 5.0).ok
+def test_a_speed_up_below_the_papers_range_is_a_miss_however_near() -> None:
+    assert _in_range("x", 1.11, 4.05, 1.2).ok
+    assert not _in_range("x", 1.11, 4.05, 1.08).ok
+    assert not _in_range("x", 1.0, 1.44, 0.99).ok
+    assert _in_range("x", 1.0, 1.44, 1.01).ok
