@@ -563,9 +563,7 @@ def test_a_batch_that_hangs_is_named() -> None:
     async def main() -> None:
         bench = Bench(batch_s=100.0)
         bench.agent.environment_of = lambda episode: 1e9 if episode.trajectory == "t00000005" else 0.1
-        with pytest.raises(
-            RolloutTimeoutError, match=r"1 of 8 .* after 100 s: environment_bound, for the env"
-        ):
+        with pytest.raises(RolloutTimeoutError, match=r"1 of 8 .* after 100 s: environment_bound, for the env"):
             await bench.run()
         bench.assert_nothing_left()
 

@@ -48,6 +48,11 @@ def encode(value: Any) -> Any:
         return encode(value.to_json())
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: encode(getattr(value, item.name)) for item in fields(value)}
+    return _encode_collection(value)
+
+
+def _encode_collection(value: Any) -> Any:
+    """Mappings by sorted keys, sets sorted, sequences as they are."""
     if isinstance(value, Mapping):
         return {str(encode(key)): encode(value[key]) for key in sorted(value, key=_order)}
     if isinstance(value, AbstractSet):
