@@ -321,13 +321,8 @@ class ExtendedModel:
         """Eqs. (2) and (3) with the additions."""
         total, again, decode, path = self._walk(prefill_workers, decode_workers)
         prefill, transfer = self._work * self._pair_prompt / prefill_workers + again, self._work * self._transfer
+        bottleneck = "prefill" if prefill + transfer > path else "decode"
+        # By position: this is made for every candidate of every decision.
         return MakespanTerms(
-            total_s=total + self._beside,
-            prefill_s=prefill,
-            decode_s=decode,
-            transfer_s=transfer,
-            overhead_s=self._handover,
-            environment_s=self._environment,
-            reprefill_s=again,
-            bottleneck="prefill" if prefill + transfer > path else "decode",
+            total + self._beside, prefill, decode, transfer, self._handover, self._environment, again, bottleneck
         )

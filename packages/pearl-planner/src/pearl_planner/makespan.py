@@ -69,13 +69,10 @@ class PrintedModel:
         decode = self._decode_fixed * self._theta + self._decode_load / decode_workers
         first = prefill + self._transfer
         bound = first > decode
+        total = (first if bound else decode) + self._environment
+        # By position, as in `extended`; neither overhead nor prefill again.
         return MakespanTerms(
-            total_s=(first if bound else decode) + self._environment,
-            prefill_s=prefill,
-            decode_s=decode,
-            transfer_s=self._transfer,
-            environment_s=self._environment,
-            bottleneck="prefill" if bound else "decode",
+            total, prefill, decode, self._transfer, 0.0, self._environment, 0.0, "prefill" if bound else "decode"
         )
 
     def total_s(self, prefill_workers: int, decode_workers: int) -> float:

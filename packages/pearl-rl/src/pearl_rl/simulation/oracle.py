@@ -138,4 +138,4 @@ class OraclePolicy:
         if configuration not in self._known:
             found = simulated_makespans(self.batches, [configuration], self.model, stable_fraction=self.stable_fraction)
             self._known.update(found)
-        return replace(candidate, predicted=replace(candidate.predicted, total_s=self._known[configuration]))
+        return replace(candidate, predicted=candidate.predicted._replace(total_s=self._known[configuration]))
