@@ -1,7 +1,8 @@
 """What simulated trajectories do: scripts from a turn model or from a recording, within a context limit."""
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,12 +125,16 @@ class ModelWorkload:
         options = self._options
         reward = 1.0 if own.random() < 0.5 else 0.0
         count = _turn_count(len(turns), self._model.turns.at(0.0), options)
-        sized = [
-            (round(new * options.prompt_scale), round(response * options.response_scale), tool_s * options.tool_scale)
-            for new, response, tool_s in _stretched(turns, count)
-        ]
-        if sized:
-            sized[0] = (round(first * options.first_prompt_scale), *sized[0][1:])
+        prompts = itertools.chain([round(first * options.first_prompt_scale)], itertools.repeat(None))
+        # Lazily: a full context ends most trajectories long before their last turn.
+        sized = (
+            (
+                round(new * options.prompt_scale) if prompt is None else prompt,
+                round(response * options.response_scale),
+                tool_s * options.tool_scale,
+            )
+            for prompt, (new, response, tool_s) in zip(prompts, _stretched(turns, count), strict=False)
+        )
         return fitted(sized, options, root=f"task {task.id}", reward=reward)
 
 
@@ -138,22 +143,21 @@ def _turn_count(turns: int, median: float, options: WorkloadOptions) -> int:
     return max(1, round(stretched))
 
 
-def _stretched(turns: Sequence[tuple[int, int, float]], count: int) -> list[tuple[int, int, float]]:
+def _stretched(turns: Sequence[tuple[int, int, float]], count: int) -> Iterator[tuple[int, int, float]]:
     """`count` turns: repeated from the second on, or cut."""
-    stretched = list(turns[:count])
+    yield from turns[:count]
     rest = turns[1:] or turns
-    while len(stretched) < count:
-        stretched.append(rest[len(stretched) % len(rest)])
-    return stretched
+    for number in range(len(turns), count):
+        yield rest[number % len(rest)]
 
 
 def fitted(
-    turns: Sequence[tuple[int, int, float]], options: WorkloadOptions, *, root: str = "", reward: float = 0.0
+    turns: Iterable[tuple[int, int, float]], options: WorkloadOptions, *, root: str = "", reward: float = 0.0
 ) -> Script:
     """A script of (new prompt tokens, generated tokens, tool time), cut where the context is full."""
     kept: list[ScriptedTurn] = []
     context, truncated = 0, False
-    for new, response, tool_s in turns[: options.max_turns]:
+    for new, response, tool_s in itertools.islice(turns, options.max_turns):
         room = options.max_context_tokens - context - max(1, new)
         if room < _LEAST_RESPONSE:
             truncated = True
