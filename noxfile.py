@@ -113,9 +113,10 @@ def browser(session: nox.Session) -> None:
 
 @nox.session
 def job(session: nox.Session) -> None:
-    """The default job in full: it must learn, and lose nothing."""
+    """The default job in full: it must learn, and lose nothing. And the tutorial, step by step."""
     sync(session)
-    session.run("pytest", "integration/test_default_job.py", "-s", *session.posargs, env=ONE_THREAD)
+    files = ("integration/test_default_job.py", "integration/test_tutorial.py")
+    session.run("pytest", *files, "-s", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
