@@ -130,7 +130,8 @@ class ToggleManager:
             released, required = _given(report), self._workers.required_bytes(report.before_bytes)
             if released < required:
                 raise WorkerError(f"training released {released} bytes of device memory, expected {required}")
-            self._resident_bytes = report.before_bytes
+            # What it gave is what it must hold again, whatever else lived beside it when it was asked.
+            self._resident_bytes = released
             self._residency = Residency.RELEASED
 
         try:

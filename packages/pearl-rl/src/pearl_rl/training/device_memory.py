@@ -7,6 +7,7 @@ a file.
 
 import ctypes
 import gc
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,21 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return sum(storage.nbytes() for storage in _living_storages())
+
+
+def settled_bytes(device: torch.device, enough: int, tries: int = 50, pause_s: float = 0.02) -> int:
+    """`device_bytes`, once they are at most `enough` or about a second has passed.
+
+    The thread that wrote a checkpoint drops its copy a moment after it says that it is done.
+    """
+    pause = threading.Event()
+    found = device_bytes(device)
+    for _ in range(tries):
+        if found <= enough:
+            break
+        pause.wait(pause_s)
+        found = device_bytes(device)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,11 @@ class ParkedTensors:
         # Only when all bytes are safe elsewhere may any go: a full disk leaves the rank as it was.
         for parked in self._parked:
             parked.storage.resize_(0)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that were given away."""
+        return sum(parked.size_bytes for parked in self._parked)
 
     def restore(self) -> None:
         """Take the memory again and fill it; the copies are dropped one by one, so that nothing is held twice."""

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pearl_executor.engines.torch.weights import weights_checksum
 from pearl_executor.ports import MemoryReport
 from pearl_rl.training.checkpoint import CheckpointError, load_shards, save_shards
-from pearl_rl.training.device_memory import ParkedTensors, device_bytes
+from pearl_rl.training.device_memory import ParkedTensors, device_bytes, settled_bytes
 from pearl_rl.training.grpo import TokenScores, grpo_loss, score_tokens
 from pearl_rl.training.options import ComputeDtype, OptimizerOptions, RefActor, TrainerOptions
 from pearl_rl.training.ref_actor import (
@@ -40,6 +40,9 @@ from pearl_rl.training.shards import MicroTensors
 
 _SUMS = ("tokens", "entropy_sum", "kl_sum", "drift_sum", "importance_sum", "limited")
 
+
+_RESIDUE = 50
+"""A release has settled once at most one part in so many is left."""
 
 _PARAMETERS = "model."
 """How the names of parameters begin in a checkpoint."""
@@ -257,11 +260,13 @@ class FsdpTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         for model in self._models():
             _reshard(model)
-        before = device_bytes(self._device)
         self._parked = ParkedTensors(self._held(), self._spill)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return MemoryReport(before, device_bytes(self._device))
+        given = self._parked.size_bytes
+        after = settled_bytes(self._device, enough=given // _RESIDUE)
+        # What it will hold again, and nothing that happened to live beside it.
+        return MemoryReport(after + given, after)
 
     def resume(self) -> MemoryReport:
         """Take everything back as it was."""
