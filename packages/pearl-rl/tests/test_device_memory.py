@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pearl_rl.training.device_memory import device_bytes, settled_bytes
+from pearl_rl.training.device_memory import device_bytes, settled_bytes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
