@@ -267,7 +267,7 @@ def test_a_killed_worker_fails_its_calls_at_once_and_nobody_elses():
                 assert seen.tokens == continuation(PROMPT, len(seen.tokens))
             assert list((await spared).tokens) == continuation(PROMPT, 40)
             assert await lost.get() == (0, 1, "ended by SIGKILL")
-            with pytest.raises(WorkerLostError, match="has no process"):
+            with pytest.raises(WorkerLostError, match="has no process: ended by SIGKILL"):
                 await local.generate(worker(0), request("late"), Chunks())
             await local.start(worker(0, incarnation=2))
             assert (await local.generate(worker(0, incarnation=2), request("new"), Chunks())).tokens

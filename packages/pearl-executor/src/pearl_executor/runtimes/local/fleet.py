@@ -27,7 +27,8 @@ from pearl_executor.runtimes.local.wire import Head
 from pearl_state.worker import Worker, WorkerId
 
 _log = logging.getLogger(__name__)
-_EXIT_REPORT_S: Final = 0.1
+_EXIT_REPORT_S: Final = 1.0
+"""How long the report of how a process ended may follow the end of its connection."""
 
 OnLost = Callable[[WorkerId, int, str], None]
 """Called with slot, incarnation and cause when a worker is lost that nobody told to end."""
@@ -102,6 +103,8 @@ class Fleet:
         self._revoked: set[WorkerId] = set()
         """Slots whose process was told to end while it was being forked."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._last: dict[WorkerId, Member] = {}
+        """Per slot the process that ended last: who comes too late is told how it ended."""
         self._dying: list[Member] = []
         """Told to end, and not confirmed to be gone: their GPUs are nobody else's yet."""
         self._closed = False
@@ -135,7 +138,9 @@ class Fleet:
         """The process of this row. Raises `WorkerLostError` where another incarnation, or none, lives."""
         member = self._members.get(worker.id)
         if member is None:
-            message = f"worker {worker.id} (incarnation {worker.incarnation}) has no process"
+            last = self._last.get(worker.id)
+            ended = "" if last is None or last.incarnation != worker.incarnation else f": {last.child.how_it_ended()}"
+            message = f"worker {worker.id} (incarnation {worker.incarnation}) has no process{ended}"
             raise WorkerLostError(message, worker.id)
         if member.incarnation != worker.incarnation:
             message = f"worker {worker.id} runs incarnation {member.incarnation}, not {worker.incarnation}"
@@ -143,6 +148,13 @@ class Fleet:
         if not member.ready:
             raise WorkerError(f"{member} is still starting")
         return member
+
+    async def working(self, worker: Worker) -> Member:
+        """`member` for a model call: where its process has just ended, the error waits for the report of how."""
+        last = self._last.get(worker.id)
+        if last is not None and last.incarnation == worker.incarnation and worker.id not in self._members:
+            await self._ended(last)
+        return self.member(worker)
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -271,6 +283,7 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         if self._members.get(member.id) is member:
             del self._members[member.id]
+            self._last[member.id] = member
         if tcp_address(member.socket) is None:
             Path(member.socket).unlink(missing_ok=True)
         if not member.gone.done():
@@ -296,10 +309,11 @@ class Fleet:
 
     async def _cause(self, member: Member) -> str:
         """How the process ended; waits a moment for its exit to be reported."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await asyncio.shield(member.child.exited)
+        await self._ended(member)
         return member.child.how_it_ended()
+
+    async def _ended(self, member: Member) -> None:
+        await asyncio.wait([member.child.exited], timeout=_EXIT_REPORT_S)
 
     async def _watch(self) -> None:
         """Ping every worker; one that stays silent is lost.
@@ -341,9 +355,7 @@ class Fleet:
         try:
             answer = await member.channel.call(op, arguments, body, timeout_s=timeout_s or self._timeouts.command_s)
         except ChannelClosedError:
-            # Its exit is reported in a moment, and then the error can say how it ended.
-            await asyncio.wait([member.child.exited], timeout=_EXIT_REPORT_S)
-            raise self.lost(member) from None
+            raise await self.lost(member) from None
         except CallTimeoutError as error:
             raise WorkerError(f"{member}: {error}") from None
         except RemoteError as error:
@@ -356,6 +368,6 @@ class Fleet:
         with suppress(ChannelClosedError):
             member.channel.notify(head)
 
-    def lost(self, member: Member) -> WorkerLostError:
-        """The error for a worker that is gone."""
-        return WorkerLostError(f"{member} is gone: {member.child.how_it_ended()}", member.id)
+    async def lost(self, member: Member) -> WorkerLostError:
+        """The error for a worker that is gone, as soon as it can say how it ended."""
+        return WorkerLostError(f"{member} is gone: {await self._cause(member)}", member.id)

@@ -173,7 +173,7 @@ class LocalRuntime:
 
     async def generate(self, worker: Worker, request: GenerateRequest, on_chunk: OnChunk) -> GenerateResult:
         """Run the whole call on a colocated worker."""
-        member = self._fleet.member(worker)
+        member = await self._fleet.working(worker)
         with self._calls.entry(request.rid, on_chunk, worker.id) as call:
             return call.result(await self._run(call, member, "generate", *request_to_wire(request)))
 
@@ -184,7 +184,7 @@ class LocalRuntime:
 
         Where a worker is lost, `WorkerLostError.worker` names it; `TransferError` means that both live on.
         """
-        source, target = self._fleet.member(prefill), self._fleet.member(decode)
+        source, target = await self._fleet.working(prefill), await self._fleet.working(decode)
         head, body = request_to_wire(request)
         with self._calls.entry(request.rid, on_chunk, prefill.id, decode.id) as call:
             try:
@@ -198,7 +198,7 @@ class LocalRuntime:
                 return call.result(answer)
             except TransferError as error:
                 if source.gone.done():
-                    raise self._fleet.lost(source) from error
+                    raise await self._fleet.lost(source) from error
                 raise
             finally:
                 # However the call ended, also in the middle of its prefill: nobody will claim its KV any more.
@@ -232,7 +232,7 @@ class LocalRuntime:
             if call.broken.done():
                 raise call.broken.result()
             if not answer.done() and watched is not None:
-                raise self._fleet.lost(watched)
+                raise await self._fleet.lost(watched)
             return answer.result()
         finally:
             if not answer.done():
