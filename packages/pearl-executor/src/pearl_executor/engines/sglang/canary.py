@@ -13,12 +13,15 @@ from pearl_executor.engines.sglang.journal import Journal
 from pearl_executor.engines.sglang.server import SglangServer
 from pearl_executor.ports import GenerateRequest, Sampling, TransferError, WorkerError
 from pearl_state.roles import Role
+from pearl_state.worker import WorkerId
 
 _PROMPT_TOKENS = 8
 _VOCABULARY = 128
 """Token ids that every model has."""
 
-Pair = tuple[tuple[int, int, int], tuple[int, int, int]]
+Slots = tuple[WorkerId, WorkerId]
+Lives = tuple[int, int, int, int]
+"""Incarnation and epoch of the prefill and of the decode server."""
 
 
 @dataclass(slots=True)
@@ -27,8 +30,11 @@ class Canaries:
 
     calls: Calls
     journal: Journal
-    _proven: set[Pair] = field(default_factory=set[Pair])
-    _trying: dict[Pair, asyncio.Task[None]] = field(default_factory=dict[Pair, "asyncio.Task[None]"])
+    _proven: dict[Slots, Lives] = field(default_factory=dict[Slots, Lives])
+    """Of two slots only the newest lives that were seen to work together: older ones never come back."""
+    _trying: dict[tuple[Slots, Lives], asyncio.Task[None]] = field(
+        default_factory=dict[tuple[Slots, Lives], "asyncio.Task[None]"]
+    )
 
     async def check(self, server: SglangServer, living: list[SglangServer]) -> int:
         """Try every pair of `server` with a living counterpart. Returns how many were tried.
@@ -39,15 +45,15 @@ class Canaries:
         peers = [s for s in living if s.role is other and not s.released and s is not server]
         pairs = [(server, p) if server.role is Role.PREFILL else (p, server) for p in peers]
         # One that is just being brought to other weights is tried when the pair is first used.
-        fresh = [(p, d) for p, d in pairs if _key(p, d) not in self._proven and p.version == d.version]
+        fresh = [(p, d) for p, d in pairs if not self._is_proven(p, d) and p.version == d.version]
         await asyncio.gather(*(self.prove(*pair) for pair in fresh))
         return len(fresh)
 
     async def prove(self, prefill: SglangServer, decode: SglangServer) -> None:
         """Return once this pair was seen to work. Raises `TransferError` where it does not."""
-        key = _key(prefill, decode)
-        if key in self._proven:
+        if self._is_proven(prefill, decode):
             return
+        key = _slots(prefill, decode), _lives(prefill, decode)
         trying = self._trying.get(key)
         if trying is None:
             trying = self._trying[key] = asyncio.create_task(self._try(prefill, decode))
@@ -55,10 +61,14 @@ class Canaries:
         # Whoever gives up waiting leaves the canary to the others.
         await asyncio.shield(trying)
 
-    def _tried(self, key: Pair, task: "asyncio.Task[None]") -> None:
+    def _is_proven(self, prefill: SglangServer, decode: SglangServer) -> bool:
+        return self._proven.get(_slots(prefill, decode)) == _lives(prefill, decode)
+
+    def _tried(self, key: tuple[Slots, Lives], task: "asyncio.Task[None]") -> None:
         del self._trying[key]
         if not task.cancelled() and task.exception() is None:
-            self._proven.add(key)
+            slots, lives = key
+            self._proven[slots] = lives
 
     async def _try(self, prefill: SglangServer, decode: SglangServer) -> None:
         prompt = [secrets.randbelow(_VOCABULARY) for _ in range(_PROMPT_TOKENS)]
@@ -78,8 +88,9 @@ class Canaries:
         )
 
 
-def _key(prefill: SglangServer, decode: SglangServer) -> Pair:
-    return (
-        (prefill.id, prefill.incarnation, prefill.epoch),
-        (decode.id, decode.incarnation, decode.epoch),
-    )
+def _slots(prefill: SglangServer, decode: SglangServer) -> Slots:
+    return prefill.id, decode.id
+
+
+def _lives(prefill: SglangServer, decode: SglangServer) -> Lives:
+    return prefill.incarnation, prefill.epoch, decode.incarnation, decode.epoch

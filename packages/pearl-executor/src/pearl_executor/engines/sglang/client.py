@@ -7,6 +7,7 @@ from typing import Any, Self
 import aiohttp
 
 from pearl_executor.ports import WorkerError
+from pearl_executor.tracing import trace_headers
 
 
 class RefusedError(WorkerError):
@@ -55,12 +56,13 @@ class SglangClient:
 
     async def _call(self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         limit = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {**self._control, **trace_headers()}
         try:
-            async with self._open.request(method, url, json=body, headers=self._control, timeout=limit) as answer:
-                text = await answer.text()
+            async with self._open.request(method, url, json=body, headers=headers, timeout=limit) as answer:
+                text = await answer.text(errors="replace")
         except TimeoutError:
             raise UnreachableError(f"{url} did not answer within {timeout_s:g} s") from None
-        except (aiohttp.ClientError, ConnectionError, UnicodeDecodeError) as error:
+        except (aiohttp.ClientError, ConnectionError) as error:
             raise UnreachableError(f"{url}: {error or type(error).__name__}") from None
         if answer.status != 200:
             raise RefusedError(url, answer.status, text)
@@ -79,9 +81,9 @@ class SglangClient:
         """
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._open.post(url, json=body, timeout=limit) as answer:
+            async with self._open.post(url, json=body, headers=trace_headers(), timeout=limit) as answer:
                 if answer.status != 200:
-                    raise RefusedError(url, answer.status, await answer.text())
+                    raise RefusedError(url, answer.status, await answer.text(errors="replace"))
                 async for line in _lines(answer.content):
                     if not line.startswith(b"data:"):
                         continue

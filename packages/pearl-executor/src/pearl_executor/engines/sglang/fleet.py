@@ -87,7 +87,9 @@ class SglangFleet:
         return [s for s in self._servers.values() if s.ready and not s.ending and not s.process.exited.done()]
 
     def meter(self, server: SglangServer) -> Meter:
-        """What it measured."""
+        """What it measured. What comes in after its end counts for nobody."""
+        if server.process.exited.done():
+            return self._meters.get(server) or Meter(self._kv_bytes)
         return self._meters.setdefault(server, Meter(self._kv_bytes))
 
     # ---- life -------------------------------------------------------------------------------------------------------

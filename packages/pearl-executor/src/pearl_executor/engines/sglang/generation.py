@@ -87,6 +87,9 @@ class Calls:
                 if not first.done():
                     first.cancel()
                     await asyncio.wait([first], timeout=1.0)
+                elif not first.cancelled():
+                    # Seen, also where something else ended the call.
+                    first.exception()
             transfer_s = max(0.0, call.answer.first_token_s - prefilled.total_s) if prefilled else 0.0
             result = _result(
                 call,

@@ -37,8 +37,10 @@ main()
 """
 """Runs in SGLang's interpreter. Given as text, so that a container needs none of our files."""
 
-_ASK_VERSION: Final = "import importlib.metadata as m; print(m.version('sglang'))"
+ASK_VERSION: Final = "import importlib.metadata as m; print(m.version('sglang'))"
+"""Prints which SGLang an interpreter has."""
 _VERSION_S: Final = 60.0
+_KILL_COMMAND_S: Final = 10.0
 _REDACTED: Final = b"<redacted>"
 
 
@@ -129,7 +131,7 @@ class InterpreterLauncher:
             raise LaunchError(f"engine.sglang.interpreter: {command[0]} is no program; {INSTALL}")
         try:
             child = await asyncio.create_subprocess_exec(
-                *command, "-c", _ASK_VERSION, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+                *command, "-c", ASK_VERSION, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         except OSError as error:
@@ -266,9 +268,14 @@ def redacted(line: bytes, secrets: Sequence[bytes]) -> bytes:
 
 
 async def _run(command: Sequence[str]) -> None:
-    with suppress(OSError, TimeoutError):
+    """Run a command to its end, for at most a while. What it says does not matter."""
+    with suppress(OSError):
         child = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
         )
-        async with asyncio.timeout(10.0):
+        try:
+            async with asyncio.timeout(_KILL_COMMAND_S):
+                await child.wait()
+        except TimeoutError:
+            child.kill()
             await child.wait()

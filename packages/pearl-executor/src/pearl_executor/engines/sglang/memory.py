@@ -1,6 +1,7 @@
 """Measures the device memory of a server: what a release really gave back."""
 
 import asyncio
+import subprocess
 from pathlib import Path
 
 from pearl_executor.engines.sglang.options import MemoryProbe
@@ -13,7 +14,7 @@ async def used_bytes(probe: MemoryProbe, pid: int, gpus: str) -> int:
     """Bytes that the server uses now. Raises `WorkerError` where that cannot be measured."""
     if probe is MemoryProbe.PROCESS:
         return group_bytes(pid)
-    return await _gpu_bytes(gpus)
+    return await asyncio.to_thread(gpu_bytes, gpus)
 
 
 def group_bytes(pid: int) -> int:
@@ -39,13 +40,11 @@ def _anonymous(status: str) -> int:
     return 0
 
 
-async def _gpu_bytes(gpus: str) -> int:
+def gpu_bytes(gpus: str) -> int:
+    """Memory in use on GPUs, comma-separated as nvidia-smi names them. Raises `WorkerError` where it does not say."""
     command = ("nvidia-smi", f"--id={gpus}", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     try:
-        child = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-        )
-        out, _ = await asyncio.wait_for(child.communicate(), _SMI_S)
-        return sum(int(line) for line in out.split()) * 2**20
-    except (OSError, ValueError, TimeoutError) as error:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
+        return sum(int(line) for line in done.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise WorkerError(f"nvidia-smi does not say how much memory GPUs {gpus} use: {error}") from None

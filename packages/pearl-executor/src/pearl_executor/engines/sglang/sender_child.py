@@ -32,6 +32,8 @@ class Sender:
         self._folder = ""
         self._tensors: dict[str, Tensor] = {}
         self._group: dist.ProcessGroup | None = None
+        self._sent: list[Tensor] = []
+        """What servers read from here until the next order."""
 
     def names(self, folder: str) -> list[list[Any]]:
         """Buckets of (name, dtype, shape), in the order in which they are sent."""
@@ -42,16 +44,18 @@ class Sender:
         """One serialized bucket a device. Tensors stay here until the next order, while the server reads them."""
         self._load(folder)
         found = []
+        self._sent = []
         for device in devices:
             named = [(name, tensor.to(device)) for name, tensor in self._buckets()[bucket]]
             buffer = io.BytesIO()
             ForkingPickler(buffer).dump(named)
-            self._sent = named
+            self._sent += [tensor for _, tensor in named]
             found.append(base64.b64encode(buffer.getvalue()).decode())
         return found
 
     def join(self, url: str, world: int, name: str, backend: str, timeout_s: float) -> None:
-        """Be rank 0 of a group in which the server's ranks are the others."""
+        """Be rank 0 of a group in which the server's ranks are the others. A group of a load that failed is left."""
+        self.leave()
         limit = timedelta(seconds=timeout_s)
         store, rank, size = next(iter(rendezvous(url, 0, world, timeout=limit)))
         store.set_timeout(limit)

@@ -189,11 +189,11 @@ class SglangServer:
             await self.pause("in_place")
             try:
                 await self.flush(self.timeouts.control_s)
+                before = await self._used()
             except WorkerError:
                 # As it was before; a release of a busy server would kill it.
                 await self.carry_on()
                 raise
-            before = await self._used()
             await self._lethal("/release_memory_occupation", bodies.tags(*CACHES, WEIGHTS))
             self.released = {*CACHES, WEIGHTS}
             self.version = None

@@ -19,6 +19,7 @@ from pearl_executor.engines.sglang.options import SglangOptions
 from pearl_executor.engines.sglang.server import CACHES, WEIGHTS, SglangServer
 from pearl_executor.ports import WeightSnapshot, WorkerError, WorkerLostError
 
+_KEPT_VERSIONS = 8
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -59,7 +60,9 @@ class WeightLoader:
     journal: Journal
     interrupt: Callable[[SglangServer], Awaitable[int]]
     """Ends the requests of a server, which return with their tokens."""
-    _expected: dict[int, dict[str, str]] = field(default_factory=dict[int, dict[str, str]])
+    _expected: dict[int, asyncio.Task[dict[str, str]]] = field(
+        default_factory=dict[int, "asyncio.Task[dict[str, str]]"]
+    )
     """Version → what SGLang must report for each parameter; of the newest versions."""
     _engines: dict[int, str] = field(default_factory=dict[int, str])
     """Version → the checksum that the first server reported for all its ranks."""
@@ -99,6 +102,11 @@ class WeightLoader:
             await self.transport.send(server, snapshot)
         except WorkerLostError:
             raise
+        except asyncio.CancelledError:
+            if not self.transport.keeps_old:
+                # Half of it may be new, and the session is still open: nothing may be sent there any more.
+                server.ending = True
+            raise
         except NotBegunError as error:
             # A parked server has no weights to go on with, but it is as it was: its load can be tried again.
             if not parked:
@@ -130,20 +138,31 @@ class WeightLoader:
         return digest
 
     async def _expectation(self, snapshot: WeightSnapshot) -> dict[str, str]:
-        """Check the snapshot's own files, and compute what servers must report of them. Once for each version."""
-        known = self._expected.get(snapshot.version)
-        if known is not None:
-            return known
+        """What servers must report of a snapshot. Computed once, however many servers load it at the same time."""
+        examined = self._expected.get(snapshot.version)
+        if examined is None:
+            examined = self._expected[snapshot.version] = asyncio.ensure_future(self._examine(snapshot))
+            # Seen, also where every load that waits for it is given up.
+            examined.add_done_callback(lambda task: task.cancelled() or task.exception())
+            for kept in (self._expected, self._engines):
+                for old in sorted(kept)[:-_KEPT_VERSIONS]:
+                    del kept[old]
+        try:
+            return await asyncio.shield(examined)
+        except WorkerError:
+            self._expected.pop(snapshot.version, None)
+            raise
+
+    async def _examine(self, snapshot: WeightSnapshot) -> dict[str, str]:
+        """Check the snapshot's own files, and compute what follows from them. Raises `WorkerError`."""
         folder = Path(snapshot.uri)
-        if snapshot.checksum:
-            found = await asyncio.to_thread(snapshot_checksum, folder)
-            if found != snapshot.checksum:
-                raise WorkerError(f"weights in {folder} have checksum {found}, announced was {snapshot.checksum}")
         whole = self.options.device == "cpu" and self.options.gpus_per_worker == 1
         dtype = _DTYPES.get(self.options.dtype)
-        expected = await asyncio.to_thread(expected_checksums, folder, dtype) if whole and dtype else {}
-        self._expected[snapshot.version] = expected
-        for kept in (self._expected, self._engines):
-            for old in sorted(kept)[:-8]:
-                del kept[old]
+        try:
+            found = await asyncio.to_thread(snapshot_checksum, folder) if snapshot.checksum else ""
+            expected = await asyncio.to_thread(expected_checksums, folder, dtype) if whole and dtype else {}
+        except OSError as error:
+            raise WorkerError(f"weights in {folder} cannot be read: {error}") from error
+        if found != snapshot.checksum:
+            raise WorkerError(f"weights in {folder} have checksum {found}, announced was {snapshot.checksum}")
         return expected

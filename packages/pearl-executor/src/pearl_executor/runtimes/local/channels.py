@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pearl_executor.runtimes.local.frames import Frame, FrameDecoder, FrameError, encode_frame, tcp_text
+from pearl_executor.tracing import trace_headers
 
 _HELLO_TIMEOUT_S: Final = 10.0
 _SOCKET_PATH_LIMIT: Final = 90
@@ -87,7 +88,7 @@ class Channel(asyncio.Protocol):
         """Ask for `op` and return the answer. Raises a `ChannelError`; a late answer is dropped."""
         number = next(self._numbers)
         future: asyncio.Future[Frame] = self._loop.create_future()
-        self.notify({"op": op, "call": number, **(arguments or {})}, body)
+        self.notify({"op": op, "call": number, **(arguments or {}), **trace_headers()}, body)
         self._calls[number] = future
         try:
             async with asyncio.timeout(timeout_s):

@@ -217,6 +217,7 @@ class Fleet:
             raise ChannelClosedError("it hung up")
 
     def _arguments(self, worker: Worker, socket: str) -> dict[str, Any]:
+        tracing = self._recipe.tracing
         return {
             "factory": self._recipe.factory,
             "settings": dict(self._recipe.settings),
@@ -226,6 +227,7 @@ class Fleet:
             "key": self._forks.peer_key,
             "room_ttl_s": self._timeouts.room_ttl_s,
             "pull_timeout_s": self._timeouts.pull_s,
+            "tracing": None if tracing is None else tracing.arguments(f"w{worker.id}-{worker.incarnation}"),
         }
 
     async def stop(self, worker: Worker) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pearl_executor.pacing import Pace
 from pearl_executor.ports import GenerateRequest, GenerateResult, MemoryReport, TokenChunk
+from pearl_executor.tracing import TracingRecipe
 from pearl_state.roles import Role
 from pearl_state.samples import EngineSamples
 
@@ -148,6 +149,8 @@ class EngineRecipe:
     """Least durations of what the host does (start, hand-over, loading, …); the engine has its own copy."""
     preload: Sequence[str] = ()
     """Modules that the fork server imports once for all workers."""
+    tracing: TracingRecipe | None = None
+    """Who writes spans in the worker process; None for nobody."""
 
 
 def torch_recipe(

@@ -114,6 +114,7 @@ class ForkServer:
         self._process: asyncio.subprocess.Process | None = None
         self._control: Channel | None = None
         self._ready: asyncio.Future[None] | None = None
+        self._relaunching: asyncio.Task[None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> "ForkServer":
@@ -147,6 +148,12 @@ class ForkServer:
         self._listener = Listener()
         await self._listener.open()
         await self._launch(self._listener)
+
+    async def _relaunch(self, listener: Listener) -> None:
+        """Start a new server in the place of one that ended: one, however many want it."""
+        if self._relaunching is None or self._relaunching.done():
+            self._relaunching = asyncio.ensure_future(self._launch(listener))
+        await asyncio.shield(self._relaunching)
 
     async def _launch(self, listener: Listener) -> None:
         secret, connected = listener.expect()
@@ -189,7 +196,7 @@ class ForkServer:
         if name in self._children:
             raise ProcessError(f"cannot start {name}: a process of that name lives")
         if self._control is None or self._control.closed:
-            await self._launch(self._listener)
+            await self._relaunch(self._listener)
         control = self._control
         assert control is not None
         assert self._ready is not None

@@ -25,6 +25,7 @@ from pearl_executor.runtimes.local.wire import (
     request_from_wire,
     result_to_wire,
 )
+from pearl_executor.tracing import WorkerTrace, open_trace
 from pearl_state.roles import Role
 
 _PATIENCE_S: Final = 60.0
@@ -49,9 +50,11 @@ class Host:
         pull_timeout_s: float,
         address: str = "",
         key: str = "",
+        trace: WorkerTrace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
+        self._trace = trace
         self._engine = hosted.engine
         self._pace = pace
         self._clock = clock
@@ -123,7 +126,7 @@ class Host:
             self._iterate()
         if self._idle_calls and self._idle:
             for call in self._idle_calls:
-                self._channel.send({"re": call})
+                self._send({"re": call})
             self._idle_calls.clear()
 
     def _iterate(self) -> None:
@@ -147,17 +150,17 @@ class Host:
     def _emit(self, output: Output) -> None:
         """Send what an iteration produced: one frame for all tokens, then the answers of calls that ended."""
         if output.chunks:
-            self._channel.send(*chunks_to_wire(output.chunks))
+            self._send(*chunks_to_wire(output.chunks))
         for rid, blob in output.exported.items():
             if rid in self._unwanted:
                 self._unwanted.discard(rid)
             else:
                 self._rooms.offer(rid, blob)
-            self._channel.send({"re": self._calls.pop(rid), "exported": blob.nbytes})
+            self._send({"re": self._calls.pop(rid), "exported": blob.nbytes})
         for rid, result in output.finished.items():
             self._unwanted.discard(rid)
             head = result_to_wire(result, self._transfer_s.pop(rid, 0.0))
-            self._channel.send({"re": self._calls.pop(rid), **head})
+            self._send({"re": self._calls.pop(rid), **head})
 
     def _take_in(self, pull: Pull) -> None:
         rid = pull.request.rid
@@ -178,6 +181,11 @@ class Host:
     def _idle(self) -> bool:
         return self._done is None and not (self._engine.has_work or len(self._pulls) or len(self._rooms))
 
+    def _send(self, head: Head, body: bytes = b"") -> None:
+        if self._trace is not None:
+            self._trace.answered(head)
+        self._channel.send(head, body)
+
     # ---- commands ---------------------------------------------------------------------------------------------------
 
     def _heard(self, channel: FrameSocket, frame: Frame) -> None:
@@ -187,6 +195,8 @@ class Host:
         elif op == "drop":
             self._drop(frame.head["room"])
         else:
+            if self._trace is not None:
+                self._trace.arrived(frame.head)
             self._inbox.append(frame)
 
     def _drop(self, room: str) -> None:
@@ -203,11 +213,11 @@ class Host:
             self._answer_error(call, error)
             return
         if answer is not None:
-            self._channel.send({"re": call, **answer})
+            self._send({"re": call, **answer})
 
     def _answer_error(self, call: int, error: WorkerError) -> None:
         kind = "transfer" if isinstance(error, TransferError) else "refused"
-        self._channel.send({"re": call, "error": kind, "message": str(error)})
+        self._send({"re": call, "error": kind, "message": str(error)})
 
     def _describe(self, frame: Frame) -> Head:
         del frame
@@ -248,7 +258,7 @@ class Host:
     def _end_pulls(self, rid: str | None) -> int:
         cancelled = self._pulls.cancel(rid)
         for pull in cancelled:
-            self._channel.send({"re": pull.call, **interrupted_before_start()})
+            self._send({"re": pull.call, **interrupted_before_start()})
         return len(cancelled)
 
     def _wait_idle(self, frame: Frame) -> None:
@@ -287,7 +297,7 @@ class Host:
         """Answer when the emulated device is done; it does nothing else until then."""
         call = frame.head["call"]
         self._continuous = False
-        self._occupy(until_s, lambda: self._channel.send({"re": call, **answer}))
+        self._occupy(until_s, lambda: self._send({"re": call, **answer}))
 
     def _check_idle(self, what: str) -> None:
         if not self._idle:
@@ -318,18 +328,29 @@ class Host:
 
 def main(channel: FrameSocket, arguments: dict[str, Any]) -> None:
     """Target of the fork server: build the engine and host it until the parent is done with it."""
+    began_ns = time.time_ns()
     module, _, name = arguments["factory"].partition(":")
     build = getattr(importlib.import_module(module), name)
     hosted: Hosted = build(arguments["settings"], Role(arguments["role"]))
     listener, address = listen(arguments["listen"])
-    with listener:
-        Host(
-            channel,
-            listener,
-            hosted,
-            Pace(**arguments["pace"]),
-            room_ttl_s=arguments["room_ttl_s"],
-            pull_timeout_s=arguments["pull_timeout_s"],
-            address=address,
-            key=arguments["key"],
-        ).run()
+    tracing = arguments.get("tracing")
+    trace = open_trace(tracing)
+    try:
+        with listener:
+            host = Host(
+                channel,
+                listener,
+                hosted,
+                Pace(**arguments["pace"]),
+                room_ttl_s=arguments["room_ttl_s"],
+                pull_timeout_s=arguments["pull_timeout_s"],
+                address=address,
+                key=arguments["key"],
+                trace=trace,
+            )
+            if trace is not None:
+                trace.started(tracing["traceparent"], began_ns)
+            host.run()
+    finally:
+        if trace is not None:
+            trace.close()

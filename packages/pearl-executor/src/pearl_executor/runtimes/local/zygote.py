@@ -115,6 +115,7 @@ class Zygote:
         except SystemExit as request:
             code = request.code if isinstance(request.code, int) else 1
         except BaseException:
+            # Whatever it was: a child ends here, and never returns into the zygote's own loop.
             traceback.print_exc()
         finally:
             with suppress(OSError, ValueError):

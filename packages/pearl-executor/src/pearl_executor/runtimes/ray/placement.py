@@ -54,7 +54,6 @@ class Bundles:
         self._layout = layout
         self._timeout_s = timeout_s
         self._seats: dict[frozenset[int], asyncio.Future[Seat]] = {}
-        self._lock = asyncio.Lock()
 
     async def seat(self, gpus: Iterable[int]) -> Seat:
         """The bundle that holds `gpus`; it is made where there is none. Raises `ProcessError`."""

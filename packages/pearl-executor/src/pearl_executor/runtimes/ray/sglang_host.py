@@ -17,12 +17,12 @@ from dataclasses import asdict
 from typing import IO, Any, Final
 
 from pearl_executor.engines.sglang.launch import SERVE, Place, free_ports, redacted
-from pearl_executor.engines.sglang.memory import group_bytes
+from pearl_executor.engines.sglang.memory import gpu_bytes, group_bytes
+from pearl_executor.ports import WorkerError
 from pearl_executor.runtimes.local.frames import Frame, FrameSocket, tcp_address
 from pearl_executor.runtimes.local.polling import Poller
 
 _LOOK_S: Final = 0.1
-_SMI_S: Final = 10.0
 
 
 class ServerHost:
@@ -58,7 +58,7 @@ class ServerHost:
         calls = {"place": self._place, "launch": self._launch, "used": self._used, "end": self._stop}
         try:
             answer = calls[head["op"]](head)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, WorkerError) as error:
             answer = {"error": "refused", "message": str(error)}
         self._channel.send({"re": head["call"], **answer})
 
@@ -95,14 +95,7 @@ class ServerHost:
     def _used(self, head: dict[str, Any]) -> dict[str, Any]:
         if head["probe"] == "process":
             return {"bytes": group_bytes(self._child.pid) if self._child is not None else 0}
-        command = [
-            "nvidia-smi",
-            f"--id={','.join(self._gpus)}",
-            "--query-gpu=memory.used",
-            "--format=csv,noheader,nounits",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
-        return {"bytes": sum(int(line) for line in done.stdout.split()) * 2**20}
+        return {"bytes": gpu_bytes(",".join(self._gpus))}
 
     def _stop(self, head: dict[str, Any]) -> dict[str, Any]:
         self._end(float(head["grace_s"]))

@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from pearl_executor.engines.sglang.launch import ASK_VERSION
 from pearl_executor.runtimes.ray.cluster import require_ray
 from pearl_executor.runtimes.ray.nodes import on_node
 
 _ANSWER_S: Final = 120.0
 _VERSION_S: Final = 60.0
-_SGLANG_VERSION: Final = "import importlib.metadata as m; print(m.version('sglang'))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def _sglang(interpreter: Sequence[str]) -> str:
     command = [part.replace("{name}", "doctor").replace("{gpus}", "") for part in interpreter]
     try:
         done = subprocess.run(
-            [*command, "-c", _SGLANG_VERSION], capture_output=True, text=True, timeout=_VERSION_S, check=False
+            [*command, "-c", ASK_VERSION], capture_output=True, text=True, timeout=_VERSION_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]} cannot be run ({type(error).__name__})"
