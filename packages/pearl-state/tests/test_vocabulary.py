@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Candidate, Constraint, Decision, MakespanTerms, Reason, SwitchKind
 from pearl_state.errors import ConfigurationError, ProfileError, StateError
-from pearl_state.lifecycle import ACTIVITY, HOLDS_GPU, TRANSITIONS, Lifecycle, is_legal
+from pearl_state.lifecycle import ACTIVITY, HOLDS_GPU, TRANSITIONS, Lifecycle
 from pearl_state.plan import PlanId, Stage, TransitionPlan
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Activity, Mode, Role, Zone
@@ -60,7 +60,6 @@ def test_every_transition_says_why_and_changes_something() -> None:
     for (before, after), why in TRANSITIONS.items():
         assert before is not after
         assert len(why.split()) >= 4
-        assert is_legal(before, after)
 
 
 def test_nothing_serves_without_having_waited_for_weights_but_resumed_training() -> None:

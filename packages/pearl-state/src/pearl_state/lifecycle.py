@@ -101,8 +101,3 @@ TRANSITIONS: Final[dict[tuple[Lifecycle, Lifecycle], str]] = {
     },
 }
 """Every legal change of state, with why it exists. What is not here is illegal."""
-
-
-def is_legal(before: Lifecycle, after: Lifecycle) -> bool:
-    """Whether a worker may go from `before` to `after` in one step."""
-    return (before, after) in TRANSITIONS

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from pearl_state.errors import ProfileError
 
 
-def _check(instance: object, positive: frozenset[str], unit_interval: frozenset[str]) -> None:
-    """Raise `ProfileError` for a number that is not finite, is negative, or leaves its range."""
+def _check(instance: object, positive: frozenset[str]) -> None:
+    """Raise `ProfileError` for a number that is not finite, is negative, or is 0 though it is one of `positive`."""
     for item in fields(instance):  # type: ignore[arg-type]
         value = getattr(instance, item.name)
         if value is None or isinstance(value, str | Mapping | tuple):
@@ -18,8 +18,6 @@ def _check(instance: object, positive: frozenset[str], unit_interval: frozenset[
             raise ProfileError(f"{name} = {value!r}: must be a finite number")
         if value < 0 or (value == 0 and item.name in positive):
             raise ProfileError(f"{name} = {value}: must be {'positive' if item.name in positive else 'at least 0'}")
-        if item.name in unit_interval and value > 1:
-            raise ProfileError(f"{name} = {value}: must be at most 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ class WorkloadProfile:
 
     def __post_init__(self) -> None:
         """Raise `ProfileError` for NaN, infinities, negatives, or an empty batch."""
-        _check(self, frozenset({"batch", "turns", "response_tokens"}), frozenset())
+        _check(self, frozenset({"batch", "turns", "response_tokens"}))
         if any(not 0 <= a <= 1 for a in self.active_by_turn) or list(self.active_by_turn) != sorted(
             self.active_by_turn, reverse=True
         ):
@@ -107,4 +105,4 @@ class PlatformProfile:
     def __post_init__(self) -> None:
         """Raise `ProfileError` for NaN, infinities or negatives."""
         positive = {"decode_fixed_s", "prefill_per_token_s", "kv_bytes_per_token", "transfer_bytes_per_s"}
-        _check(self, frozenset(positive), frozenset())
+        _check(self, frozenset(positive))

@@ -21,8 +21,8 @@ from typing import Final
 
 from pearl_state.configuration import Configuration
 from pearl_state.errors import IllegalTransitionError, InvariantError
-from pearl_state.lifecycle import ACTIVITY, HOLDS_GPU, TRANSITIONS, Lifecycle
-from pearl_state.roles import Activity, Role, Tenure, Zone
+from pearl_state.lifecycle import HOLDS_GPU, TRANSITIONS, Lifecycle
+from pearl_state.roles import Role, Tenure, Zone
 from pearl_state.worker import GpuId, Worker, WorkerId
 
 _ACTIVE: Final = Lifecycle.ACTIVE
@@ -215,11 +215,8 @@ class WorkerTable:
 
     def _count_starts(self, changes: Sequence[tuple[Worker, Worker]]) -> Mapping[WorkerId, int]:
         """The highest incarnation of each slot after `changes`."""
-        counts: Mapping[WorkerId, int] = self.incarnations
-        for old, new in changes:
-            if new.incarnation != old.incarnation:
-                counts = {**counts, new.id: new.incarnation}
-        return counts
+        started = {new.id: new.incarnation for old, new in changes if new.incarnation != old.incarnation}
+        return {**self.incarnations, **started} if started else self.incarnations
 
     def _check_row(self, old: Worker, new: Worker) -> None:
         """Check one row's change."""
@@ -282,11 +279,3 @@ def _recount(active: tuple[int, int, int], changes: Sequence[tuple[Worker, Worke
     if (prefill == 0) is not (decode == 0):
         raise InvariantError("paired_roles", f"{prefill} active prefill with {decode} active decode workers")
     return prefill, decode, colocated
-
-
-def activity_counts(table: WorkerTable) -> dict[Activity, int]:
-    """How many rollout workers are in each activity."""
-    counts = dict.fromkeys(Activity, 0)
-    for id_ in table.rollout():
-        counts[ACTIVITY[table.rows[id_].lifecycle]] += 1
-    return counts
