@@ -1,6 +1,7 @@
 """The planner as a guest: what it is told changes what it answers, in process and over HTTP, and nothing else does."""
 
 import contextlib
+import http.client
 import json
 import os
 import subprocess
@@ -194,6 +195,16 @@ def test_a_bad_message_is_one_line_and_changes_nothing(
     assert says in answer["error"]
     assert "\n" not in answer["error"]
     assert server.guest == guest()
+
+
+def test_what_was_sent_to_no_question_is_not_taken_for_the_next_one(server: PlannerServer) -> None:
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+    for _ in range(2):
+        connection.request("POST", "/v1/dance", body=b"GET /v1/profile HTTP/1.1\r\n\r\n")
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Connection")) == (404, "close")
+        assert "no such question" in json.load(answer)["error"]
+    connection.close()
 
 
 def test_a_token_is_asked_for_and_compared() -> None:

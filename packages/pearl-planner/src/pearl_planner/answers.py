@@ -170,11 +170,11 @@ def _admit(state: ElasticState) -> tuple[ElasticState, bool]:
     running = state.running
     assert running is not None
     ids = sorted(running.plan.stages[running.stage].admit)
-    table = state.table
+    table, want = state.table, wanted(state)
     ready = running.lost.isdisjoint(ids) and all(
         table.rows[id_].lifecycle is Lifecycle.PENDING_WEIGHTS
         and table.rows[id_].weight_version == table.target_version
-        and id_ in wanted(state)
+        and id_ in want
         for id_ in ids
     )
     if not ready:
@@ -203,8 +203,7 @@ def worker_failed(state: ElasticState, event: events.WorkerFailed) -> Step:
         # It held nothing of the GPU, which may be training's now: there is nothing to free, only to reap.
         gone = replace(row, lifecycle=Lifecycle.VACANT, weight_version=None, failures=row.failures + 1)
         return replace(state, table=state.table.update([gone])), (CleanWorkers(workers=(row,)),)
-    table, _ = withdraw(state.table, frozenset({event.worker}), Lifecycle.FAILED)
-    state = replace(state, table=table)
+    state = replace(state, table=withdraw(state.table, frozenset({event.worker}), Lifecycle.FAILED))
     if state.running is not None:
         lost = state.running.lost | {event.worker}
         state = replace(state, running=replace(state.running, overtaken=True, lost=lost))

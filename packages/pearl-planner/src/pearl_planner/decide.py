@@ -12,9 +12,13 @@ from pearl_state.decision import Candidate, Decision, Reason
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Mode
 
-__all__ = ["BOTH_MODES", "DecideSettings", "decide", "scaled"]
+__all__ = ["BOTH_MODES", "STEPS_AHEAD", "DecideSettings", "decide", "scaled"]
 
 BOTH_MODES: Final = frozenset(Mode)
+
+STEPS_AHEAD: Final = 3.0
+"""Batches after the present one over which a gain counts: about what passes between two changes of the pool in the
+paper's traces."""
 
 
 def decide(
@@ -26,7 +30,7 @@ def decide(
     settings: DecideSettings = DecideSettings(),  # noqa: B008 - immutable
     costs: SwitchCosts = SwitchCosts(),  # noqa: B008 - immutable
     remaining_fraction: float = 1.0,
-    steps_ahead: float = 3.0,
+    steps_ahead: float = STEPS_AHEAD,
     allowed: Collection[Mode] = BOTH_MODES,
     pinned: Configuration | None = None,
     calibrated: bool = True,
@@ -35,8 +39,7 @@ def decide(
 
     The selected configuration always has exactly N workers. `current` is what runs now (None: nothing). A change that
     the budget does not force must promise more than a threshold (`settings`) and must repay its switching cost within
-    `remaining_fraction` of the present batch plus `steps_ahead` further ones (three batches are about what passes
-    between two changes of the pool in the paper's traces). `allowed` restricts the modes; `pinned`
+    `remaining_fraction` of the present batch plus `steps_ahead` further ones. `allowed` restricts the modes; `pinned`
     is a person's choice, scaled to N; `calibrated=False` says that the platform profile is a mere prior.
     Raises `ValueError` for arguments out of range.
     """

@@ -82,28 +82,6 @@ def residence_s(fixed_s: float, load_s: float, outside_s: float) -> float:
     return half + math.sqrt(half * half + fixed_s * outside_s)
 
 
-def cycle_s(delay_s: float, first: tuple[float, float], second: tuple[float, float]) -> float:
-    """C with C = Z + Σ R_k and R_k = F_k + G_k·R_k/C: a turn in a closed network of a delay Z and two stations (F, G).
-
-    The right-hand side falls with C, so there is one solution; it lies above Z + ΣF and above both G, and rises with
-    every argument. With one station alone it is `residence_s` plus the delay. One Halley step from the larger of the
-    two lower bounds that leave one station empty of others: within 4 % always, 0.2 % nearly always. Seconds.
-    """
-    fixed_1, load_1 = first
-    fixed_2, load_2 = second
-    rest = delay_s + fixed_1
-    low = rest + residence_s(fixed_2, load_2, rest)
-    rest = delay_s + fixed_2
-    low = max(low, rest + residence_s(fixed_1, load_1, rest))
-    near_1, near_2 = 1.0 / (low - load_1), 1.0 / (low - load_2)
-    wait_1, wait_2 = fixed_1 * load_1 * near_1, fixed_2 * load_2 * near_2
-    excess = low - delay_s - fixed_1 - fixed_2 - wait_1 - wait_2
-    wait_1 *= near_1
-    wait_2 *= near_2
-    slope = 1.0 + wait_1 + wait_2
-    return low - excess * slope / (slope * slope + excess * (wait_1 * near_1 + wait_2 * near_2))
-
-
 class ExtendedModel:
     """`MakespanModel` with the additions of this module. `is_printed` where the profile has data for none of them."""
 
@@ -258,7 +236,13 @@ class ExtendedModel:
         return longer, again / prefill_workers, decode, decode
 
     def _cycles(self, prefill_workers: int, decode_workers: int) -> tuple[float, float, float, float]:
-        """`_walk` where trajectories circulate. `cycle_s`, written out, since this is a decision's inner loop."""
+        """`_walk` where trajectories circulate: C with C = Z + Σ R_k and R_k = F_k + G_k·R_k/C for each group of turns.
+
+        The right-hand side falls with C, so there is one solution; it lies above Z + ΣF and above both G, and rises
+        with every argument. One Halley step from the larger of the two lower bounds that leave one pool empty of
+        others (`residence_s`, written out, since this is a decision's inner loop): within 4 % always, 0.2 % nearly
+        always.
+        """
         total = again = decode = 0.0
         prompt, kept, held = self._pair_prompt, self._pair_kept, self._cap * prefill_workers
         lost = self._lost(self._pair_moved, prefill_workers, prompt, kept)

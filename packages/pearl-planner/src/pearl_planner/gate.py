@@ -2,6 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Final
+
+NOBODY_S: Final = 1e9
+"""Makespan of a batch that nobody serves, seconds: finite, so that it can be recorded and compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

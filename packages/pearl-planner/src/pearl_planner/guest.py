@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pearl_planner.catalog import find_gpu, find_model, find_profile
+from pearl_planner.decide import STEPS_AHEAD
 from pearl_planner.fit import StepMeasurement, fit_overhead, fit_platform, fit_workload
-from pearl_planner.gate import GateVerdict, ToggleCosts, borrow_gate
+from pearl_planner.gate import NOBODY_S, GateVerdict, ToggleCosts, borrow_gate
 from pearl_planner.policies import Policy, pearl
 from pearl_planner.roofline import planning_inputs
 from pearl_state.configuration import Configuration
@@ -26,9 +27,6 @@ _WINDOW_SAMPLES: Final = 2000
 
 _MEMORY_STEPS: Final = 20
 """Newest steps that the cost per turn of a mode is fitted to."""
-
-NOBODY_S: Final = 1e9
-"""Makespan of a batch that nobody serves, seconds."""
 
 StepTurns = tuple[tuple[TurnSample, ...], ...]
 """One step: each finished trajectory as its turns, in order."""
@@ -131,7 +129,7 @@ class Guest:
         """Say what runs from now on."""
         return replace(self, current=configuration)
 
-    def choose(self, workers: int, *, remaining_fraction: float = 1.0, steps_ahead: float = 3.0) -> Decision:
+    def choose(self, workers: int, *, remaining_fraction: float = 1.0, steps_ahead: float = STEPS_AHEAD) -> Decision:
         """Mode and roles for `workers` rollout workers, from what runs now. Raises as `decide`."""
         return self.policy.decide(
             workload=self.workload,

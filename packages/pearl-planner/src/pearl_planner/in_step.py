@@ -9,12 +9,12 @@ any other plan, and paid from the same account of switching costs.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Final
+from typing import Final, Unpack
 
 from pearl_planner.allocate import Demand, Verdict, target_configuration, weigh_switch
 from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import ElasticState, Step
-from pearl_planner.policies import ModelPolicy, pearl
+from pearl_planner.policies import ModelPolicy, Question, pearl
 from pearl_planner.reconcile import carry_out, current_configuration
 from pearl_planner.switching import SwitchCosts
 from pearl_state.configuration import Configuration
@@ -65,31 +65,12 @@ class InStepPolicy:
         """See `policies.Observing`."""
         return replace(self, between=self.between.observing(kind, seconds))
 
-    def decide(
-        self,
-        *,
-        workload: WorkloadProfile,
-        platform: PlatformProfile,
-        budget_workers: int,
-        current: Configuration | None = None,
-        remaining_fraction: float = 1.0,
-        steps_ahead: float = 3.0,
-        pinned: Configuration | None = None,
-        calibrated: bool = True,
-    ) -> Decision:
+    def decide(self, **asked: Unpack[Question]) -> Decision:
         """As `pearl_planner.decide.decide`."""
-        if pinned is None and self.keeps_ratio:
-            pinned = current if current is not None and current.prefill else self.first
-        return self.between.decide(
-            workload=workload,
-            platform=platform,
-            budget_workers=budget_workers,
-            current=current,
-            remaining_fraction=remaining_fraction,
-            steps_ahead=steps_ahead,
-            pinned=pinned,
-            calibrated=calibrated,
-        )
+        if asked.get("pinned") is None and self.keeps_ratio:
+            current = asked.get("current")
+            asked["pinned"] = current if current is not None and current.prefill else self.first
+        return self.between.decide(**asked)
 
     def answer(
         self,

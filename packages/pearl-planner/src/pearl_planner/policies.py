@@ -1,7 +1,7 @@
 """Policies: who chooses the configuration, and whether the pool grows, borrows, or stays as it is. All pure."""
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Required, TypedDict, Unpack, runtime_checkable
 
 from pearl_planner.decide import DecideSettings, decide
 from pearl_planner.switching import SwitchCosts
@@ -9,6 +9,19 @@ from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision, SwitchKind
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Mode
+
+
+class Question(TypedDict, total=False):
+    """What a policy is asked, as keyword arguments; what is left out is as `pearl_planner.decide.decide` takes it."""
+
+    workload: Required[WorkloadProfile]
+    platform: Required[PlatformProfile]
+    budget_workers: Required[int]
+    current: Configuration | None
+    remaining_fraction: float
+    steps_ahead: float
+    pinned: Configuration | None
+    calibrated: bool
 
 
 class Policy(Protocol):
@@ -29,18 +42,7 @@ class Policy(Protocol):
         """Whether it borrows idle training GPUs."""
         ...
 
-    def decide(
-        self,
-        *,
-        workload: WorkloadProfile,
-        platform: PlatformProfile,
-        budget_workers: int,
-        current: Configuration | None = None,
-        remaining_fraction: float = 1.0,
-        steps_ahead: float = 3.0,
-        pinned: Configuration | None = None,
-        calibrated: bool = True,
-    ) -> Decision:
+    def decide(self, **asked: Unpack[Question]) -> Decision:
         """As `pearl_planner.decide.decide`."""
         ...
 
@@ -67,32 +69,10 @@ class ModelPolicy:
     settings: DecideSettings = field(default_factory=DecideSettings)
     costs: SwitchCosts = field(default_factory=SwitchCosts)
 
-    def decide(
-        self,
-        *,
-        workload: WorkloadProfile,
-        platform: PlatformProfile,
-        budget_workers: int,
-        current: Configuration | None = None,
-        remaining_fraction: float = 1.0,
-        steps_ahead: float = 3.0,
-        pinned: Configuration | None = None,
-        calibrated: bool = True,
-    ) -> Decision:
+    def decide(self, **asked: Unpack[Question]) -> Decision:
         """As `pearl_planner.decide.decide`; a person's `pinned` comes before the policy's own configuration."""
-        return decide(
-            workload=workload,
-            platform=platform,
-            budget_workers=budget_workers,
-            current=current,
-            settings=self.settings,
-            costs=self.costs,
-            remaining_fraction=remaining_fraction,
-            steps_ahead=steps_ahead,
-            allowed=self.modes,
-            pinned=pinned or self.configuration,
-            calibrated=calibrated,
-        )
+        asked["pinned"] = asked.get("pinned") or self.configuration
+        return decide(**asked, settings=self.settings, costs=self.costs, allowed=self.modes)
 
     def observing(self, kind: SwitchKind, seconds: float) -> "ModelPolicy":
         """See `Observing`."""

@@ -6,23 +6,19 @@ may come in any order. Each returns the next state and the effects that the shel
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
 from pearl_planner.elastic import Borrowing, ElasticState, Group, RunningPlan, Step
-from pearl_planner.gate import borrow_gate
+from pearl_planner.gate import NOBODY_S, borrow_gate
 from pearl_planner.transition import WorkerCosts, plan_transition
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision
 from pearl_state.effects import ApplyStage, Effect, GroupKind, PrepareGroup, RecordDecision, ReleaseTraining
 from pearl_state.errors import ConfigurationError
 from pearl_state.lifecycle import Lifecycle
-from pearl_state.plan import PlanId, Stage, TransitionPlan
+from pearl_state.plan import PlanId
 from pearl_state.roles import ROLLOUT_ROLES, Role, Tenure, Zone
 from pearl_state.table import WorkerTable
 from pearl_state.worker import Worker, WorkerId
-
-NOBODY_S: Final = 1e9
-"""Makespan of a batch that nobody serves: finite, so that it can be recorded."""
 
 
 def rows(state: ElasticState, ids: frozenset[WorkerId] | tuple[WorkerId, ...]) -> tuple[Worker, ...]:
@@ -87,8 +83,8 @@ def choose(state: ElasticState, budget_workers: int, *, current: Configuration |
 # ---- removing -------------------------------------------------------------------------------------------------------
 
 
-def withdraw(table: WorkerTable, ids: frozenset[WorkerId], to: Lifecycle) -> tuple[WorkerTable, frozenset[WorkerId]]:
-    """Take `ids` out of routing towards `to`; returns also the orphans that this parked.
+def withdraw(table: WorkerTable, ids: frozenset[WorkerId], to: Lifecycle) -> WorkerTable:
+    """Take `ids` out of routing towards `to`.
 
     Where this leaves prefill without decode workers or the reverse, the others of the pair leave routing in the same
     instant and wait, with what they hold, to be admitted again or given another role.
@@ -103,32 +99,23 @@ def withdraw(table: WorkerTable, ids: frozenset[WorkerId], to: Lifecycle) -> tup
         lifecycle = Lifecycle.DRAINING if id_ in orphans else to
         failures = row.failures + (lifecycle is Lifecycle.FAILED)
         changed.append(replace(row, lifecycle=lifecycle, failures=failures))
-    return table.update(changed).move(sorted(orphans), Lifecycle.PENDING_WEIGHTS), orphans
+    return table.update(changed).move(sorted(orphans), Lifecycle.PENDING_WEIGHTS)
 
 
 def remove(state: ElasticState, ids: frozenset[WorkerId], deadline_s: float | None) -> Step:
-    """Have idle-able workers leave now: a mandatory plan of one stage beside whatever else runs."""
-    if not ids:
-        return state, ()
-    table, orphans = withdraw(state.table, ids, Lifecycle.DRAINING)
-    plan = TransitionPlan(
-        id=state.next_plan,
-        target=current_configuration(table) or Configuration(),
-        remove=ids,
-        stages=(Stage(leave=ids, park=orphans),),
-        mandatory=True,
-        deadline_s=deadline_s,
-    )
+    """Have workers leave now, by a mandatory plan of one stage beside whatever else runs."""
+    plan_id = state.next_plan
+    table = withdraw(state.table, ids, Lifecycle.DRAINING)
     state = replace(
         state,
         table=table,
-        removals={**state.removals, plan.id: ids},
-        next_plan=PlanId(plan.id + 1),
+        removals={**state.removals, plan_id: ids},
+        next_plan=PlanId(plan_id + 1),
     )
     if state.running is not None:
         state = replace(state, running=replace(state.running, overtaken=True))
     effect = ApplyStage(
-        plan_id=plan.id,
+        plan_id=plan_id,
         stage=0,
         leave=rows(state, ids),
         target_version=table.target_version,

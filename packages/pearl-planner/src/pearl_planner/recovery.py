@@ -51,4 +51,5 @@ def resumed(state: ElasticState, event: events.RunResumed) -> Step:
         batch=0,
         remaining=0,
         reconsider=False,
+        forecasts=(),
     ), ()

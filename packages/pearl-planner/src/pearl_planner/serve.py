@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from pearl_planner import wire
+from pearl_planner.decide import STEPS_AHEAD
 from pearl_planner.guest import Guest
 from pearl_state.errors import StateError
 from pearl_state.samples import DecodeSample, PrefillSample, TransferSample
@@ -74,7 +75,7 @@ def _choose(guest: Guest, message: object) -> Answer:
     decision = guest.choose(
         wire.count(asked, "workers"),
         remaining_fraction=wire.number(asked, "remaining_fraction", 1.0),
-        steps_ahead=wire.number(asked, "steps_ahead", 3.0),
+        steps_ahead=wire.number(asked, "steps_ahead", STEPS_AHEAD),
     )
     return guest, decision.to_json()
 
@@ -181,9 +182,9 @@ class _Requests(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
-        if status == 401:
-            # The body of a stranger is not read, so nothing may follow it.
-            self.close_connection = True
+        if status in (401, 404):
+            # The body of a stranger, or of no question, is not read: nothing may follow it.
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 

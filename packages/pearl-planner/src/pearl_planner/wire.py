@@ -93,7 +93,7 @@ def listed(message: Mapping[str, Any], key: str, read: Callable[[object, str], T
 
 def segment(item: object, where: str) -> tuple[Configuration, float]:
     """`["2P3D", 12.5]`: a configuration and the seconds for which it served."""
-    if not isinstance(item, list) or len(item) != 2 or item[0] is None:
+    if not isinstance(item, list) or len(item) != 2:
         raise WireError(f"{where}: expected [configuration, seconds]")
     chosen = configuration(item[0], where)
     if chosen is None:

@@ -1,10 +1,11 @@
 """Watches every step of the core: journals events and decisions, counts what happened, and keeps predictions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pearl_planner.elastic import ElasticState
-from pearl_planner.reconcile import NOBODY_S, current_configuration
+from pearl_planner.gate import NOBODY_S
+from pearl_planner.reconcile import current_configuration
 from pearl_rl.control.prediction import StepPrediction
 from pearl_rl.control.table_log import TableLog
 from pearl_rl.observer import Observer
@@ -31,7 +32,6 @@ class ElasticCounts:
     mode_switches: int = 0
     ratio_switches: int = 0
     """Changes of N_P:N_D within disaggregation."""
-    expansions_by_role: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class Recorder:

@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pearl_planner.gate import NOBODY_S
 from pearl_rl.control.control_server import read_control
 from pearl_rl.presentation.words import seconds
-from pearl_rl.report.run_record import NOBODY_S, check_run_folder, step_tokens
+from pearl_rl.report.run_record import check_run_folder, step_tokens
 from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
 from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY
 

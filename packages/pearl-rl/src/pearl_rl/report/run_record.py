@@ -8,6 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from pearl_planner.gate import NOBODY_S
 from pearl_rl.errors import CommandError
 from pearl_rl.report.run_clock import RunClock
 from pearl_rl.report.table_history import Lane, Level, lanes, levels, snapshots
@@ -15,8 +16,6 @@ from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY, joined_deci
 
 PARTS = ("queue", "prefill", "transfer", "decode", "environment")
 """What a turn's time is made of."""
-NOBODY_S = 1e8
-"""A dedicated makespan beyond this stands for no dedicated worker at all (eq. 7's first window)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ for small scenarios and for judging.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Final
+from typing import Final, Unpack
 
-from pearl_planner.policies import Policy
+from pearl_planner.decide import STEPS_AHEAD
+from pearl_planner.policies import Policy, Question
 from pearl_planner.switching import SwitchCosts, switch_between
 from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.simulation.batch_run import BatchOutcome, WorkerModel, run_batch
 from pearl_rl.simulation.workload import Script, Workload
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Candidate, Decision, Reason
-from pearl_state.profile import PlatformProfile, WorkloadProfile
 
 MOST_WORKERS: Final = 24
 """Largest budget of the policy, workers: each of its configurations is simulated."""
@@ -89,33 +89,14 @@ class OraclePolicy:
         """See `Policy`."""
         return self.base.borrows
 
-    def decide(
-        self,
-        *,
-        workload: WorkloadProfile,
-        platform: PlatformProfile,
-        budget_workers: int,
-        current: Configuration | None = None,
-        remaining_fraction: float = 1.0,
-        steps_ahead: float = 3.0,
-        pinned: Configuration | None = None,
-        calibrated: bool = True,
-    ) -> Decision:
+    def decide(self, **asked: Unpack[Question]) -> Decision:
         """As `pearl_planner.decide.decide`, with simulated makespans in place of predicted ones."""
-        asked = self.base.decide(
-            workload=workload,
-            platform=platform,
-            budget_workers=budget_workers,
-            current=current,
-            remaining_fraction=remaining_fraction,
-            steps_ahead=steps_ahead,
-            pinned=pinned,
-            calibrated=calibrated,
-        )
-        if pinned is not None or not asked.candidates:
-            return asked
-        ranked = sorted(map(self._simulated, asked.candidates), key=lambda c: (len(c.violated), c.makespan_s))
-        horizon = remaining_fraction + steps_ahead
+        predicted = self.base.decide(**asked)
+        if asked.get("pinned") is not None or not predicted.candidates:
+            return predicted
+        current = asked.get("current")
+        ranked = sorted(map(self._simulated, predicted.candidates), key=lambda c: (len(c.violated), c.makespan_s))
+        horizon = asked.get("remaining_fraction", 1.0) + asked.get("steps_ahead", STEPS_AHEAD)
         chosen, reason = ranked[0], Reason.BEST
         kept = next((c for c in ranked if c.configuration == current and c.feasible), None)
         if kept is not None:
@@ -124,7 +105,7 @@ class OraclePolicy:
                 chosen, reason = kept, Reason.ALREADY_BEST
         switch = switch_between(current, chosen.configuration, self.costs)
         return replace(
-            asked,
+            predicted,
             selected=chosen.configuration,
             reason=reason,
             candidates=tuple(ranked),
