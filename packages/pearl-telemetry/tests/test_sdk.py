@@ -1,11 +1,12 @@
-"""Traces and metrics reach real exporters: a receiver of OTLP/HTTP, JSON lines, and a Prometheus page."""
+"""Traces and metrics reach real exporters: an OTLP/HTTP collector, JSON lines, and a Prometheus page."""
 
 import json
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ import pytest
 pytest.importorskip("opentelemetry.sdk")
 pytest.importorskip("opentelemetry.proto")
 
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -29,10 +28,12 @@ from pearl_state.roles import Role, Zone
 from pearl_state.table import WorkerTable
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId, Turn, WeightSpan
 from pearl_state.worker import GpuId, Worker, WorkerId
+from pearl_telemetry.context import TraceKeys
 from pearl_telemetry.dashboard import grafana, prometheus_name
 from pearl_telemetry.genai import TrackerSpanProcessor
 from pearl_telemetry.instruments import Instruments
-from pearl_telemetry.metrics import METRICS, Kind, all_metrics, all_spans
+from pearl_telemetry.metrics import METRICS, SPANS, Kind, all_metrics, all_spans
+from pearl_telemetry.remote import WorkerSpans, open_worker_spans, served
 from pearl_telemetry.sdk import Telemetry, TelemetryError, TelemetryOptions, open_telemetry
 from pearl_telemetry.traces import RunTraces
 from pearl_telemetry.tracker import RuntimeTracker
@@ -96,6 +97,11 @@ def play_everything(telemetry: Telemetry) -> None:
     traces = RunTraces(epoch_s=EPOCH_S, model="tiny", tracer_provider=telemetry.tracer_provider)
     instruments = Instruments(telemetry.meter_provider, telemetry.tracer_provider)
     traces.on_trajectory(trajectory(), 1)
+    context = TraceKeys("").turn("t00000001", 0).traceparent
+    for kind in ("request", "command"):
+        WorkerSpans(telemetry).write(kind, context, 10**18, 10**18 + 10, {"pearl.op": kind}, None)
+    with served({"traceparent": context}, SPANS.environment_request, {"pearl.op": "/start"}, telemetry.tracer_provider):
+        pass
     traces.on_step(Record(), 20.0, 1)
     instruments.on_step(Record())
     table = WorkerTable().bind(worker(1)).publish(3)
@@ -138,89 +144,132 @@ def play_everything(telemetry: Telemetry) -> None:
 # ---- OTLP -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Received:
-    spans: list[Any] = field(default_factory=list)
-    metrics: set[str] = field(default_factory=set)
+COLLECTOR = Path(__file__).with_name("otlp_collector.py")
+
+
+class Collector:
+    """A collector in a process of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(COLLECTOR)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.endpoint = f"http://127.0.0.1:{self._process.stdout.readline().strip()}"
+
+    def received(self) -> dict[str, Any]:
+        """End it; what it was sent."""
+        out, _ = self._process.communicate(timeout=30)
+        assert self._process.returncode == 0
+        found: dict[str, Any] = json.loads(out)
+        assert found["refused"] == []
+        return found
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
 
 
 @pytest.fixture
-def collector() -> Iterator[tuple[str, Received]]:
-    received = Received()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                import gzip
-
-                body = gzip.decompress(body)
-            if self.path == "/v1/traces":
-                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    for scope in resource.scope_spans:
-                        received.spans += scope.spans
-            else:
-                for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
-                    for scope in resource.scope_metrics:
-                        received.metrics |= {metric.name for metric in scope.metrics}
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", received
-        server.shutdown()
-        thread.join(timeout=10)
+def collector() -> Iterator[Collector]:
+    process = Collector()
+    yield process
+    process.close()
 
 
-def test_a_collector_receives_every_kind_of_span_and_every_metric(collector: tuple[str, Received]) -> None:
-    endpoint, received = collector
-    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=endpoint, run="r1"))
+_ON_THE_WIRE = {Kind.COUNTER: "sum", Kind.HISTOGRAM: "histogram", Kind.GAUGE: "gauge"}
+
+
+def test_a_collector_receives_every_kind_of_span_and_every_metric(collector: Collector) -> None:
+    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint, run="r1", process="control"))
     play_everything(telemetry)
     telemetry.close()
-    assert {span.name for span in received.spans} == {span.name for span in all_spans()}
-    assert received.metrics == {metric.name for metric in all_metrics()}
+    received = collector.received()
+    assert {span["name"] for span in received["spans"]} == {span.name for span in all_spans()}
+    assert received["metrics"] == {
+        metric.name: {
+            "unit": metric.unit,
+            "kind": _ON_THE_WIRE[metric.kind],
+            "attributes": sorted(metric.attributes),
+        }
+        for metric in all_metrics()
+    }
+    for span in received["spans"]:
+        assert span["resource"]["service.name"] == "pearl"
+        assert span["resource"]["pearl.run"] == "r1"
+        assert span["resource"]["service.instance.id"] == "control"
 
 
-def test_a_trajectory_is_one_trace_whose_spans_add_up(collector: tuple[str, Received]) -> None:
-    endpoint, received = collector
-    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=endpoint))
+def test_a_trajectory_is_one_trace_whose_spans_add_up(collector: Collector) -> None:
+    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint))
     RunTraces(epoch_s=EPOCH_S, tracer_provider=telemetry.tracer_provider).on_trajectory(trajectory(), 1)
     telemetry.close()
-    by_id = {span.span_id: span for span in received.spans}
-    roots = [span for span in received.spans if span.parent_span_id not in by_id]
-    assert [span.name for span in roots] == ["pearl.trajectory"]
-    assert len({span.trace_id for span in received.spans}) == 1
-    turns = [span for span in received.spans if span.name == "pearl.turn"]
+    spans = collector.received()["spans"]
+    by_id = {span["span"]: span for span in spans}
+    roots = [span for span in spans if span["parent"] not in by_id]
+    assert [span["name"] for span in roots] == ["pearl.trajectory"]
+    assert len({span["trace"] for span in spans}) == 1
+    turns = [span for span in spans if span["name"] == "pearl.turn"]
     assert len(turns) == 3
     for turn in turns:
-        inside = sorted(
-            (span for span in received.spans if span.parent_span_id == turn.span_id),
-            key=lambda span: span.start_time_unix_nano,
-        )
-        assert [span.name for span in inside] == [
+        inside = sorted((s for s in spans if s["parent"] == turn["span"]), key=lambda span: span["start_ns"])
+        assert [span["name"] for span in inside] == [
             "pearl.queue", "pearl.prefill", "pearl.kv_transfer", "chat", "execute_tool"
         ]  # fmt: skip
-        assert sum(span.end_time_unix_nano - span.start_time_unix_nano for span in inside) == pytest.approx(
-            turn.end_time_unix_nano - turn.start_time_unix_nano, abs=2e3
-        )
+        lasted_ns = sum(span["end_ns"] - span["start_ns"] for span in inside)
+        assert lasted_ns == pytest.approx(turn["end_ns"] - turn["start_ns"], abs=2e3)
 
 
-def test_a_reconfiguration_carries_its_actions_and_their_failures(collector: tuple[str, Received]) -> None:
-    endpoint, received = collector
-    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=endpoint))
+def test_a_reconfiguration_carries_its_actions_and_their_failures(collector: Collector) -> None:
+    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint))
     play_everything(telemetry)
     telemetry.close()
-    (root,) = [span for span in received.spans if span.name == "pearl.reconfiguration"]
-    actions = [span for span in received.spans if span.parent_span_id == root.span_id]
-    names = [next(a.value.string_value for a in span.attributes if a.key == "pearl.action") for span in actions]
-    assert names == ["start", "load_weights"]
-    assert [span.status.message for span in actions] == ["", "timed out"]
+    spans = collector.received()["spans"]
+    (root,) = [span for span in spans if span["name"] == "pearl.reconfiguration"]
+    actions = [span for span in spans if span["parent"] == root["span"]]
+    assert [span["attributes"]["pearl.action"] for span in actions] == ["start", "load_weights"]
+    assert [span["error"] for span in actions] == ["", "timed out"]
+
+
+def test_another_process_names_a_turn_before_it_is_written(collector: Collector) -> None:
+    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint))
+    keys, one = TraceKeys("runs/7"), trajectory(2)
+    context = keys.turn(one.id, 1).traceparent
+    workers = open_worker_spans({"jsonl": "", "otlp_endpoint": collector.endpoint, "run": "7"}, "w4-1")
+    workers.write("request", context, 10**18, 10**18 + 5, {"pearl.op": "decode"}, "it hung up")
+    workers.close()
+    traces = RunTraces(epoch_s=EPOCH_S, tracer_provider=telemetry.tracer_provider, keys=keys, ids=telemetry.ids)
+    traces.on_trajectory(one, 1)
+    telemetry.close()
+    spans = collector.received()["spans"]
+    (request,) = [span for span in spans if span["name"] == "pearl.worker.request"]
+    (turn,) = [span for span in spans if span["span"] == request["parent"]]
+    assert (turn["name"], turn["attributes"]["pearl.turn"]) == ("pearl.turn", 1)
+    assert {span["trace"] for span in spans} == {request["trace"]}
+    assert request["error"] == "it hung up"
+    assert request["resource"]["service.instance.id"] == "w4-1"
+
+
+def test_ids_follow_from_run_and_trajectory_alone() -> None:
+    first, again = TraceKeys("runs/7"), TraceKeys("runs/7")
+    assert first.turn("t1", 0) == again.turn("t1", 0)
+    places = {first.turn(t, n).span for t in ("t1", "t2") for n in range(3)} | {first.trajectory("t1").span}
+    assert len(places) == 7
+    assert first.turn("t1", 2).trace == first.trajectory("t1").trace
+    assert TraceKeys("runs/8").trajectory("t1") != first.trajectory("t1")
+    version, trace_id, span_id, flags = first.turn("t1", 0).traceparent.split("-")
+    assert (version, len(trace_id), len(span_id), flags) == ("00", 32, 16, "01")
+
+
+def test_a_server_spans_only_requests_that_bring_a_context() -> None:
+    exported, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exported))
+    for headers in ({}, {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}, {"traceparent": "nonsense"}):
+        with served(headers, SPANS.environment_request, {"pearl.op": "/start"}, provider):
+            pass
+    parents = [span.parent and f"{span.parent.span_id:016x}" for span in exported.get_finished_spans()]
+    assert parents == ["b" * 16, None]
 
 
 def test_a_collector_that_is_gone_neither_raises_nor_holds_the_run_up() -> None:

@@ -146,6 +146,7 @@ class _Run:
             seed=settings.run.seed,
             weight_version=0,
         )
+        recipe = self._telemetry.recipe(recipe)
         processes = await stack.enter_async_context(
             open_processes(settings, folder.path / "workers", (*recipe.preload, *PRELOAD))
         )
@@ -265,7 +266,7 @@ class _Run:
         )
         self._scheduler = ElasticScheduler(
             state,
-            executor=executor,
+            executor=self._telemetry.executor(executor),
             routing=self._router,
             training=gate,
             returned=lambda gpus: self._source.returned(gpus),
@@ -287,14 +288,13 @@ class _Run:
             last=settings.run.steps,
             on_complete=self._journal.checkpointed,
         )
+        agent = TextAgent(suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings), trace)
         self._completed = self._resumed.step if self._resumed else 0
         chosen = replace(parts.pipeline_settings(settings), completed_steps=self._completed)
         self._pipeline = pipeline_class(chosen)(
             chosen,
             router=self._router,
-            agent=TextAgent(
-                suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings), trace
-            ),
+            agent=self._telemetry.agent(agent),
             tasks=suite.tasks(settings.run.seed),
             trainer=training,
             publish=self._publish,

@@ -1,19 +1,25 @@
 """What a run tells the outside: OpenTelemetry traces and metrics, and scalar sinks such as TensorBoard."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from pearl_executor.calls import Action
+from pearl_executor.runtimes.local.hosting import EngineRecipe
+from pearl_executor.tracing import TracingRecipe
+from pearl_rl.control.scheduler import Executor
 from pearl_rl.errors import CommandError
 from pearl_rl.observer import Observer, Observers, SilentObserver, StepRecord
+from pearl_rl.rollout.agent import Agent
 from pearl_rl.settings.telemetry import TelemetrySettings
+from pearl_rl.traced import TracedAgent, TracedExecutor
 from pearl_state.effects import Effect
 from pearl_state.events import Event
 from pearl_state.trajectory import Trajectory
+from pearl_telemetry.context import TraceKeys
 from pearl_telemetry.instruments import Instruments
 from pearl_telemetry.sdk import TelemetryError, TelemetryOptions, open_telemetry
 from pearl_telemetry.traces import RunTraces
@@ -39,6 +45,9 @@ SCALARS: Final[Mapping[str, str]] = {
     "borrowed": "cluster/borrowed",
 }
 """Field of a step's record → its name in a scalar sink."""
+
+
+_WRITES_SPANS: Final = ("pearl_telemetry.remote", "opentelemetry.sdk.trace.export")
 
 
 class ScalarSink(Protocol):
@@ -71,14 +80,41 @@ class RunTelemetry(SilentObserver):
             raise CommandError(f"[telemetry] {error}") from None
         self.instruments = Instruments(self._telemetry.meter_provider, self._telemetry.tracer_provider)
         self._traces: RunTraces | None = None
+        self._tracing: TracingRecipe | None = None
+        self._keys = TraceKeys(str(folder.absolute()))
         if options.wanted:
-            epoch_s = datetime.now(UTC).timestamp() - now_s
-            self._traces = RunTraces(epoch_s=epoch_s, model=model, tracer_provider=self._telemetry.tracer_provider)
+            self._traces = RunTraces(
+                epoch_s=datetime.now(UTC).timestamp() - now_s,
+                model=model,
+                tracer_provider=self._telemetry.tracer_provider,
+                keys=self._keys,
+                ids=self._telemetry.ids,
+            )
+        if options.jsonl is not None or options.otlp_endpoint:
+            kept = "" if options.jsonl is None else str(folder.absolute())
+            where = {"jsonl": kept, "otlp_endpoint": options.otlp_endpoint, "run": options.run}
+            self._tracing = TracingRecipe(opener="pearl_telemetry.remote:open_worker_spans", settings=where)
         self._sinks = [_SINKS[name](folder) for name in settings.sinks]
 
     def observing(self, *others: Observer) -> Observers:
         """The other observers, the instruments, and this."""
         return Observers(*others, self.instruments, self)
+
+    def recipe(self, recipe: EngineRecipe) -> EngineRecipe:
+        """The recipe whose workers write spans too, where somebody takes them."""
+        if self._tracing is None:
+            return recipe
+        return replace(recipe, tracing=self._tracing, preload=(*recipe.preload, *_WRITES_SPANS))
+
+    def agent(self, agent: Agent) -> Agent:
+        """The agent whose calls carry the context of their turn, where somebody traces."""
+        return agent if self._tracing is None else TracedAgent(agent, self._keys)
+
+    def executor(self, executor: Executor) -> Executor:
+        """The executor whose calls carry the context of their reconfiguration, where somebody traces."""
+        if self._tracing is None or self._traces is None:
+            return executor
+        return TracedExecutor(executor, self._traces.context)
 
     def on_step(self, record: StepRecord) -> None:
         """A training step was completed."""

@@ -222,6 +222,16 @@ class Spans:
         name="pearl.reconfiguration", meaning="One change of the cluster, from its effect to its last answer."
     )
     action: Span = Span(name="pearl.worker.action", meaning="One call on a worker within a reconfiguration.")
+    worker_request: Span = Span(
+        name="pearl.worker.request",
+        meaning="A worker process serves its part of a model call: the whole, the prefill or the decode.",
+    )
+    worker_command: Span = Span(
+        name="pearl.worker.command", meaning="A worker process starts, loads weights, changes its role, releases …"
+    )
+    environment_request: Span = Span(
+        name="pearl.environment.request", meaning="An environment server answers one request."
+    )
 
 
 METRICS = Metrics()

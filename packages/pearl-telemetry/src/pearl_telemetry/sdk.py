@@ -14,10 +14,12 @@ from typing import IO, Any, Final
 
 from opentelemetry import metrics, trace
 
+from pearl_telemetry.context import ChosenIds
 from pearl_telemetry.instruments import SCOPE
 
 _FLUSH_S: Final = 5.0
 _EXPORT_S: Final = 5.0
+_SPANS_S: Final = 1.0
 
 
 class TelemetryError(Exception):
@@ -39,6 +41,10 @@ class TelemetryOptions:
     """Seconds between exports of metrics."""
     run: str = ""
     """Name of the run, as a resource attribute."""
+    process: str = ""
+    """Name of this process within the run, as a resource attribute."""
+    spans_only: bool = False
+    """Whether metrics are somebody else's."""
 
     @property
     def wanted(self) -> bool:
@@ -54,9 +60,12 @@ class Telemetry:
         meter_provider: metrics.MeterProvider | None = None,
         tracer_provider: trace.TracerProvider | None = None,
         closing: Sequence[Any] = (),
+        ids: ChosenIds | None = None,
     ) -> None:
         self.meter_provider = meter_provider
         self.tracer_provider = tracer_provider
+        self.ids = ids
+        """Gives spans the ids that were chosen for them; None without an SDK."""
         self._closing = closing
 
     def close(self) -> None:
@@ -75,19 +84,25 @@ def open_telemetry(options: TelemetryOptions) -> Telemetry:
     sdk_metrics = _load("opentelemetry.sdk.metrics")
     sdk_trace = _load("opentelemetry.sdk.trace")
     resources = _load("opentelemetry.sdk.resources")
-    resource = resources.Resource.create({"service.name": SCOPE, "pearl.run": options.run})
+    about = {"service.name": SCOPE, "pearl.run": options.run}
+    if options.process:
+        about["service.instance.id"] = options.process
+    resource = resources.Resource.create(about)
     readers: list[Any] = []
     closing: list[Any] = []
-    tracer_provider = sdk_trace.TracerProvider(resource=resource)
+    ids = ChosenIds()
+    tracer_provider = sdk_trace.TracerProvider(resource=resource, id_generator=ids)
     if options.jsonl is not None:
         _add_jsonl(options, tracer_provider, readers, closing)
     if options.otlp_endpoint:
         _add_otlp(options, tracer_provider, readers)
     if options.prometheus_port:
         _add_prometheus(options, readers, closing)
+    if options.spans_only:
+        return Telemetry(None, tracer_provider, [tracer_provider.shutdown, *closing], ids)
     meter_provider = sdk_metrics.MeterProvider(resource=resource, metric_readers=readers)
     stop = [tracer_provider.shutdown, meter_provider.shutdown, *closing]
-    return Telemetry(meter_provider, tracer_provider, stop)
+    return Telemetry(meter_provider, tracer_provider, stop, ids)
 
 
 def _load(module: str) -> Any:
@@ -106,6 +121,11 @@ def _periodic(exporter: Any, options: TelemetryOptions) -> Any:
     )
 
 
+def _batches(export: Any, exporter: Any) -> Any:
+    # A process that is killed takes along what it has not sent.
+    return export.BatchSpanProcessor(exporter, schedule_delay_millis=_SPANS_S * 1000)
+
+
 def _add_otlp(options: TelemetryOptions, tracer_provider: Any, readers: list[Any]) -> None:
     endpoint = options.otlp_endpoint.rstrip("/")
     if not endpoint.startswith(("http://", "https://")):
@@ -114,8 +134,10 @@ def _add_otlp(options: TelemetryOptions, tracer_provider: Any, readers: list[Any
     points = _load("opentelemetry.exporter.otlp.proto.http.metric_exporter")
     export = _load("opentelemetry.sdk.trace.export")
     tracer_provider.add_span_processor(
-        export.BatchSpanProcessor(spans.OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces", timeout=_EXPORT_S))
+        _batches(export, spans.OTLPSpanExporter(endpoint=f"{endpoint}/v1/traces", timeout=_EXPORT_S))
     )
+    if options.spans_only:
+        return
     readers.append(_periodic(points.OTLPMetricExporter(endpoint=f"{endpoint}/v1/metrics", timeout=_EXPORT_S), options))
 
 
@@ -135,12 +157,12 @@ def _add_prometheus(options: TelemetryOptions, readers: list[Any], closing: list
 
 
 class _Lines:
-    """A file of JSON lines that several threads write."""
+    """A file of JSON lines that several threads and processes write: rows that come together are one write."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         try:
-            self._file: IO[str] = path.open("a", encoding="utf-8")
+            self._file: IO[bytes] = path.open("ab", buffering=0)
         except OSError as error:
             raise TelemetryError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -148,8 +170,7 @@ class _Lines:
         text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
         with self._lock:
             if not self._file.closed:
-                self._file.write(text)
-                self._file.flush()
+                self._file.write(text.encode())
 
     def close(self) -> None:
         with self._lock:
@@ -161,7 +182,7 @@ def _add_jsonl(options: TelemetryOptions, tracer_provider: Any, readers: list[An
     folder = options.jsonl
     if folder is None:
         return
-    span_lines, point_lines = _Lines(folder / "spans.jsonl"), _Lines(folder / "points.jsonl")
+    span_lines = _Lines(folder / "spans.jsonl")
 
     class Spans(export.SpanExporter):  # type: ignore[misc,name-defined]
         def export(self, spans: Sequence[Any]) -> Any:
@@ -179,9 +200,13 @@ def _add_jsonl(options: TelemetryOptions, tracer_provider: Any, readers: list[An
         def force_flush(self, timeout_millis: float = 10_000) -> bool:  # noqa: ARG002
             return True
 
-    tracer_provider.add_span_processor(export.BatchSpanProcessor(Spans()))
+    tracer_provider.add_span_processor(_batches(export, Spans()))
+    closing.append(span_lines.close)
+    if options.spans_only:
+        return
+    point_lines = _Lines(folder / "points.jsonl")
     readers.append(_periodic(Points(), options))
-    closing += [span_lines.close, point_lines.close]
+    closing.append(point_lines.close)
 
 
 def span_row(span: Any) -> dict[str, Any]:

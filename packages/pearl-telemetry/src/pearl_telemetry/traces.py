@@ -16,10 +16,13 @@ from pearl_state import effects, events
 from pearl_state.plan import PlanId
 from pearl_state.trajectory import Trajectory, Turn
 from pearl_state.worker import WorkerId
+from pearl_telemetry.context import ChosenIds, SpanIds, TraceKeys
 from pearl_telemetry.instruments import SCOPE, StepFigures, Value
 from pearl_telemetry.metrics import SPANS, Span
 
 _NS = 1_000_000_000
+_Key = tuple[str, PlanId | int]
+"""A reconfiguration that is under way: what it is, and its plan."""
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class _Open:
     name: str
     began_s: float
     workers: frozenset[WorkerId]
+    ids: SpanIds
     training: bool = False
     actions: list[tuple[str, float, float, str | None, WorkerId | None]] = field(
         default_factory=list[tuple[str, float, float, str | None, WorkerId | None]]
@@ -38,14 +42,25 @@ class _Open:
 class RunTraces:
     """Turns what a run records into spans. It observes: it never answers, and never raises for a value.
 
-    Times come on the run's clock; `epoch_s` is the wall-clock time at which that clock was 0.
+    Times come on the run's clock; `epoch_s` is the wall-clock time at which that clock was 0. `keys` name spans before
+    they are written, and `ids` lets the SDK give them these names.
     """
 
-    def __init__(self, *, epoch_s: float, model: str = "", tracer_provider: trace.TracerProvider | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        epoch_s: float,
+        model: str = "",
+        tracer_provider: trace.TracerProvider | None = None,
+        keys: TraceKeys | None = None,
+        ids: ChosenIds | None = None,
+    ) -> None:
         self._tracer = trace.get_tracer(SCOPE, tracer_provider=tracer_provider)
         self._epoch_s = epoch_s
         self._model = model
-        self._open: dict[tuple[str, PlanId | int], _Open] = {}
+        self._keys = keys or TraceKeys("")
+        self._ids = ids
+        self._open: dict[_Key, _Open] = {}
 
     # ---- trajectories -----------------------------------------------------------------------------------------------
 
@@ -60,17 +75,23 @@ class RunTraces:
             "pearl.dispatch_version": trajectory.dispatch_version,
             "gen_ai.usage.output_tokens": trajectory.response_tokens,
         }
-        root = self._begin(SPANS.trajectory, trajectory.started_s, None, attributes)
+        ids = self._keys.trajectory(trajectory.id)
+        root = self._begin(SPANS.trajectory, trajectory.started_s, None, attributes, ids=ids)
         context = 0
         for index, turn in enumerate(trajectory.turns):
             context += len(turn.prompt)
-            self._turn(root, turn, index, context, step=step, last=index + 1 == len(trajectory.turns))
+            about: dict[str, Value] = {
+                "pearl.turn": index,
+                "pearl.step": step,
+                "pearl.last": index + 1 == len(trajectory.turns),
+            }
+            ids = self._keys.turn(trajectory.id, index)
+            self._turn(self._begin(SPANS.turn, turn.started_s, root, about, ids=ids), turn, context)
             context += len(turn.response) if turn.retained_tokens is None else turn.retained_tokens
         self._end(root, trajectory.finished_s)
 
-    def _turn(self, parent: OpenSpan, turn: Turn, index: int, context: int, *, step: int, last: bool) -> None:
-        attributes: dict[str, Value] = {"pearl.turn": index, "pearl.step": step, "pearl.last": last}
-        span = self._begin(SPANS.turn, turn.started_s, parent, attributes)
+    def _turn(self, span: OpenSpan, turn: Turn, context: int) -> None:
+        """What the time of one turn went to, in spans below `span`, which it ends."""
         at_s = turn.started_s
         for kind, seconds in ((SPANS.queue, turn.queue_s), (SPANS.prefill, turn.prefill_s)):
             if seconds > 0:
@@ -125,20 +146,14 @@ class RunTraces:
             self._started(effect, event.now_s)
 
     def _started(self, effect: effects.Effect, now_s: float) -> None:
-        match effect:
-            case effects.PrepareGroup():
-                workers = frozenset(worker.id for worker in effect.workers)
-                self._open["group", effect.plan_id] = _Open(f"prepare {effect.kind}", now_s, workers)
-            case effects.ApplyStage():
-                named = [worker.id for worker in (*effect.leave, *effect.admit)]
-                workers = frozenset([*named, *effect.switch])
-                self._open["stage", effect.plan_id] = _Open("apply stage", now_s, workers)
-            case effects.ReleaseTraining():
-                self._open["release", effect.plan_id] = _Open("release training", now_s, frozenset(), training=True)
-            case effects.ResumeTraining():
-                self._open["resume", 0] = _Open("resume training", now_s, frozenset(), training=True)
-            case _:
-                return
+        key, name, workers = _about(effect)
+        if key is not None:
+            self._open[key] = _Open(name, now_s, workers, self._keys.fresh(), training=key[0] in _OF_TRAINING)
+
+    def context(self, effect: effects.Effect) -> str:
+        """The `traceparent` of the reconfiguration that `effect` began; empty for one that is none."""
+        one = self._open.get(key) if (key := _about(effect)[0]) is not None else None
+        return "" if one is None else one.ids.traceparent
 
     def _answered(self, event: events.Event) -> None:
         match event:
@@ -165,12 +180,13 @@ class RunTraces:
                 one.actions.append((name, started_s, duration_s, failed, worker))
                 return
 
-    def _close(self, key: tuple[str, PlanId | int], now_s: float, failed: Mapping[WorkerId, str]) -> None:
+    def _close(self, key: _Key, now_s: float, failed: Mapping[WorkerId, str]) -> None:
         one = self._open.pop(key, None)
         if one is None:
             return
         attributes: dict[str, Value] = {"pearl.plan": int(key[1]), "pearl.workers": len(one.workers)}
-        root = self._begin(SPANS.reconfiguration, one.began_s, None, {**attributes, "pearl.effect": one.name})
+        attributes["pearl.effect"] = one.name
+        root = self._begin(SPANS.reconfiguration, one.began_s, None, attributes, ids=one.ids)
         for name, started_s, duration_s, cause, worker in one.actions:
             about: dict[str, Value] = {"pearl.action": name}
             if worker is not None:
@@ -205,7 +221,10 @@ class RunTraces:
         parent: OpenSpan | None,
         attributes: Mapping[str, Value],
         kind: SpanKind = SpanKind.INTERNAL,
+        ids: SpanIds | None = None,
     ) -> OpenSpan:
+        if ids is not None and self._ids is not None:
+            self._ids.choose(ids)
         # An empty context: what happens to be current in the process is not the parent of something long past.
         context = Context() if parent is None else set_span_in_context(parent)
         return self._tracer.start_span(
@@ -217,6 +236,26 @@ class RunTraces:
 
     def _ns(self, at_s: float) -> int:
         return int((self._epoch_s + at_s) * _NS)
+
+
+_OF_TRAINING = frozenset({"release", "resume"})
+
+
+def _about(effect: effects.Effect) -> tuple[_Key | None, str, frozenset[WorkerId]]:
+    """Key, name and workers of the reconfiguration that an effect begins; no key where it begins none."""
+    match effect:
+        case effects.PrepareGroup():
+            workers = frozenset(worker.id for worker in effect.workers)
+            return ("group", effect.plan_id), f"prepare {effect.kind}", workers
+        case effects.ApplyStage():
+            named = [worker.id for worker in (*effect.leave, *effect.admit)]
+            return ("stage", effect.plan_id), "apply stage", frozenset([*named, *effect.switch])
+        case effects.ReleaseTraining():
+            return ("release", effect.plan_id), "release training", frozenset()
+        case effects.ResumeTraining():
+            return ("resume", 0), "resume training", frozenset()
+        case _:
+            return None, "", frozenset()
 
 
 def _cause(failed: str | None) -> Mapping[WorkerId, str]:

@@ -348,7 +348,7 @@ def main(channel: FrameSocket, arguments: dict[str, Any]) -> None:
                 key=arguments["key"],
                 trace=trace,
             )
-            if trace is not None:
+            if trace is not None and tracing is not None:
                 trace.started(tracing["traceparent"], began_ns)
             host.run()
     finally:

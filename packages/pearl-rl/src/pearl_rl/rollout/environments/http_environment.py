@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from pearl_executor.tracing import trace_headers
 from pearl_rl.rollout.environments.protocol import (
     Demonstration,
     EnvironmentFailure,
@@ -73,9 +74,10 @@ class HttpEnvironment:
 async def _exchange(address: SplitResult, path: str, body: bytes, token: str) -> tuple[int, Mapping[str, Any]]:
     reader, writer = await asyncio.open_connection(address.hostname, address.port or 80)
     try:
-        authorization = f"Authorization: Bearer {token}\r\n" if token else ""
+        headers = {**({"Authorization": f"Bearer {token}"} if token else {}), **trace_headers()}
+        fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = (
-            f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {address.netloc}\r\n{authorization}"
+            f"POST {address.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {address.netloc}\r\n{fields}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         writer.write(head.encode() + body)

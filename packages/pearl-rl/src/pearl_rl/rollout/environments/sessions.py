@@ -18,6 +18,8 @@ from typing import Any
 
 from pearl_executor.loopback_http import LoopbackServer, RefusedError, Request, Response, as_json
 from pearl_rl.rollout.environments.protocol import Environment, EnvironmentFailure, Observation, Task
+from pearl_telemetry.metrics import SPANS
+from pearl_telemetry.remote import served
 
 
 @dataclass(slots=True)
@@ -162,7 +164,8 @@ class EnvironmentServer:
             raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.path} wants POST")
         try:
             body = json.loads(await request.body())
-            return as_json(await self._carry_out(request.path, body))
+            with served(request.fields, SPANS.environment_request, {"pearl.op": request.path}):
+                return as_json(await self._carry_out(request.path, body))
         except (ValueError, TypeError) as error:
             raise RefusedError(
                 HTTPStatus.BAD_REQUEST, f"{request.path}: the body is not as it must be: {error}"
