@@ -86,6 +86,7 @@ def test_a_new_folder_holds_settings_that_load_again_and_room_for_the_rest(tmp_p
         "table.jsonl",
         "requests.jsonl",
         "loads.jsonl",
+        "phases.jsonl",
         "checkpoints",
         "weights",
     }

@@ -8,7 +8,7 @@ from typing import Final
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.policies import Policy
 from pearl_state.configuration import Configuration
-from pearl_state.decision import Decision
+from pearl_state.decision import Decision, ScalingReason
 from pearl_state.effects import Effect, GroupKind
 from pearl_state.events import LoadForecast
 from pearl_state.lifecycle import Lifecycle
@@ -115,6 +115,8 @@ class ElasticState:
     """A signal came while a plan was running: decide again when it is over."""
     forecasts: tuple[LoadForecast, ...] = ()
     """The newest forecasts under the configuration that serves, oldest first."""
+    readiness: ScalingReason | None = None
+    """What the newest boundary after an update said of the data; None where nobody measures it."""
     pinned: Configuration | None = None
     next_plan: PlanId = FIRST_PLAN
     last_decision: Decision | None = None

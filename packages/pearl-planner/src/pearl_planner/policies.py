@@ -89,6 +89,11 @@ def colocated_elastic() -> ModelPolicy:
     return ModelPolicy(name="colocated_elastic", borrows=False, modes=frozenset({Mode.COLOCATION}))
 
 
+def tiderl(settings: DecideSettings | None = None, costs: SwitchCosts | None = None) -> ModelPolicy:
+    """Reserved GPUs, colocated, and training's while it waits for data (as TideRL)."""
+    return replace(pearl(settings, costs), name="tiderl", expands=False, modes=frozenset({Mode.COLOCATION}))
+
+
 def static_pd(configuration: Configuration) -> ModelPolicy:
     """Preemptible GPUs, one P:D ratio for the whole run, no borrowing (as systems with a static PD split)."""
     return ModelPolicy(name=f"static_{configuration}", borrows=False, configuration=configuration)

@@ -15,12 +15,12 @@ when training lends all of its GPUs, and the cost of a move comes from the same 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.ref_actor import RefActorMode
 from pearl_planner.transition import WorkerCosts, choose_members, plan_transition
 from pearl_state.configuration import Configuration
+from pearl_state.decision import ScalingReason
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.plan import PlanId, TransitionPlan
 from pearl_state.roles import Role, Zone
@@ -106,16 +106,6 @@ class RankSplit:
         return RefActorMode.DECOUPLED if self.reference else RefActorMode.COLOCATED
 
 
-class ScalingReason(StrEnum):
-    """Why ranks move, or do not."""
-
-    COLD_START = "cold_start"
-    EVALUATION = "evaluation"
-    GENERATION_DEFICIT = "generation_deficit"
-    CONSUMPTION_DEFICIT = "consumption_deficit"
-    BALANCED = "balanced"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
     """The split of the next step."""
@@ -158,6 +148,26 @@ def consumption_deficit(buffer: BufferReadiness, settings: ReadinessSettings) ->
     return waits or (buffer.break_even_ras is not None and buffer.ras >= max(1, buffer.break_even_ras))
 
 
+def scaling_reason(buffer: BufferReadiness, settings: ReadinessSettings) -> ScalingReason:
+    """Who should have more GPUs in the next step. A cold start or an evaluation pre-empts both deficits."""
+    if buffer.cold_start:
+        return ScalingReason.COLD_START
+    if buffer.evaluating:
+        return ScalingReason.EVALUATION
+    if generation_deficit(buffer, settings.batch) or starving(buffer):
+        return ScalingReason.GENERATION_DEFICIT
+    if consumption_deficit(buffer, settings):
+        return ScalingReason.CONSUMPTION_DEFICIT
+    return ScalingReason.BALANCED
+
+
+def lends(reason: ScalingReason | None) -> bool | None:
+    """Whether idle training GPUs go to rollout for this reason alone; None where eq. (7) of PEARL is to say."""
+    if reason is None or reason is ScalingReason.BALANCED:
+        return None
+    return reason is not ScalingReason.CONSUMPTION_DEFICIT
+
+
 def decide_scaling(
     buffer: BufferReadiness,
     split: RankSplit,
@@ -175,16 +185,17 @@ def decide_scaling(
     costs = costs or ToggleCosts()
     batch = settings.batch
     current, split = split, lent or split
+    reason = scaling_reason(buffer, settings)
     preempts = buffer.cold_start or buffer.evaluating
-    if preempts:
-        reason = ScalingReason.COLD_START if buffer.cold_start else ScalingReason.EVALUATION
-        target = _most_rollout(split, settings)
-    elif generation_deficit(buffer, batch) or starving(buffer):
-        reason, target = ScalingReason.GENERATION_DEFICIT, _more_rollout(buffer, split, settings)
-    elif consumption_deficit(buffer, settings):
-        reason, target = ScalingReason.CONSUMPTION_DEFICIT, _more_training(split, settings)
-    else:
-        reason, target = ScalingReason.BALANCED, split
+    match reason:
+        case ScalingReason.COLD_START | ScalingReason.EVALUATION:
+            target = _most_rollout(split, settings)
+        case ScalingReason.GENERATION_DEFICIT:
+            target = _more_rollout(buffer, split, settings)
+        case ScalingReason.CONSUMPTION_DEFICIT:
+            target = _more_training(split, settings)
+        case ScalingReason.BALANCED:
+            target = split
     shrank = target.rollout < split.rollout and not preempts
     paced = settings.retention_steps if shrank else max(0, paced_steps - 1)
     moved = target.rollout != current.rollout

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pearl_planner.elastic import Borrowing, ElasticState, Group, RunningPlan, Step
 from pearl_planner.gate import NOBODY_S, borrow_gate
+from pearl_planner.readiness import lends
 from pearl_planner.transition import WorkerCosts, plan_transition
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision
@@ -158,7 +159,10 @@ def lend(state: ElasticState, trigger: str) -> Step:
         full_s=full.predicted_s,
         toggle_cost_s=state.toggle_costs.toggle_s,
     )
-    open_ = verdict.borrow or settings.borrowing is Borrowing.UNGATED
+    told = lends(state.readiness)
+    # Readiness overrides the sum of eq. (7), but lends nothing that would not serve anybody.
+    open_ = verdict.borrow if told is None else told and full.predicted_s < ded_s
+    open_ = open_ or settings.borrowing is Borrowing.UNGATED
     record = RecordDecision(
         decision=full,
         trigger=trigger,

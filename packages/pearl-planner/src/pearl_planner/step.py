@@ -96,6 +96,16 @@ def _forecast(state: ElasticState, event: events.LoadForecast) -> Step:
     return replace(state, forecasts=(*state.forecasts, event)[-REMEMBERED:]), ()
 
 
+def _readiness(state: ElasticState, event: events.ReadinessMeasured) -> Step:
+    return replace(state, readiness=event.reason, lend_refused=False), ()
+
+
+def _nothing(state: ElasticState, event: events.EvaluationFinished) -> Step:
+    """On record only."""
+    del event
+    return state, ()
+
+
 def _pinned(state: ElasticState, event: events.ConfigurationPinned) -> Step:
     return replace(state, pinned=event.configuration), ()
 
@@ -122,4 +132,6 @@ _HANDLERS: dict[type, Callable[[ElasticState, Any], Step]] = {
     events.ConfigurationPinned: _pinned,
     events.RunResumed: recovery.resumed,
     events.LoadForecast: _forecast,
+    events.ReadinessMeasured: _readiness,
+    events.EvaluationFinished: _nothing,
 }

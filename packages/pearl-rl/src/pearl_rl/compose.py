@@ -37,6 +37,7 @@ from pearl_rl.rollout.buffer import RefillsExhaustedError
 from pearl_rl.rollout.continuous import pipeline_class
 from pearl_rl.rollout.environments.protocol import EnvironmentSuite
 from pearl_rl.rollout.environments.suites import make_suite
+from pearl_rl.rollout.evaluation import EvaluationResult
 from pearl_rl.rollout.ledger import RolloutLedger, RolloutResumed
 from pearl_rl.rollout.pipeline_settings import RolloutTimeoutError, UpdateTimeoutError
 from pearl_rl.rollout.recorded_generation import RecordedGeneration
@@ -232,6 +233,8 @@ class _Run:
         elastic = parts.elastic_settings(settings)
         self._forecasts = forecasting_for(elastic.policy, settings.planner.horizon_s)
         trace = None if self._forecasts is None else self._forecasts.trace
+        if trace is not None:
+            trace.listeners.append(self._folder.record_phase)
         self._router = Router(
             generation,
             limits,
@@ -240,7 +243,7 @@ class _Run:
             on_transfer_failed=TransferWatch(self._post, self._observer.on_message).failed,
             lifecycle=trace,
         )
-        gate = TrainingGate()
+        gate, batching = TrainingGate(), parts.task_gate(settings, self._router, trace)
         prior = parts.prior_platform(settings, config)
         state = initial_state(
             settings=elastic,
@@ -267,7 +270,7 @@ class _Run:
         self._scheduler = ElasticScheduler(
             state,
             executor=self._telemetry.executor(executor),
-            routing=self._router,
+            routing=batching or self._router,
             training=gate,
             returned=lambda gpus: self._source.returned(gpus),
             on_step=self._on_step,
@@ -289,6 +292,7 @@ class _Run:
             on_complete=self._journal.checkpointed,
         )
         agent = TextAgent(suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings), trace)
+        self._evaluation = parts.evaluation(settings, self._router, agent, suite, self._on_evaluated, batching)
         self._completed = self._resumed.step if self._resumed else 0
         chosen = replace(parts.pipeline_settings(settings), completed_steps=self._completed)
         self._pipeline = pipeline_class(chosen)(
@@ -297,7 +301,7 @@ class _Run:
             agent=self._telemetry.agent(agent),
             tasks=suite.tasks(settings.run.seed),
             trainer=training,
-            publish=self._publish,
+            publish=self._publish if self._evaluation is None else self._evaluation.publishing(self._publish),
             gate=gate,
             post=self._scheduler.post,
             tracker=self._refit,
@@ -310,6 +314,8 @@ class _Run:
             on_trajectory=self._on_trajectory,
             predicted_s=self._recorder.predicted_step_s,
             lifecycle=trace,
+            batching=batching,
+            readiness=parts.readiness(settings, self._scheduler.post, self._evaluation),
         )
 
     def _published(self, version: int) -> int:
@@ -358,6 +364,8 @@ class _Run:
             self._executor.close()
             self._scheduler.stop()
             await asyncio.gather(pipeline, *tasks, *forecasts, return_exceptions=True)
+            if self._evaluation is not None:
+                await self._evaluation.aclose()
             await self._router.aclose()
             await self._checkpoints.aclose()
             await self._stalls.aclose()
@@ -387,6 +395,14 @@ class _Run:
     def _on_trajectory(self, trajectory: Trajectory, step: int) -> None:
         self._folder.record_trajectory(trajectory, step=step)
         self._telemetry.on_trajectory(trajectory, step)
+
+    def _on_evaluated(self, result: EvaluationResult) -> None:
+        finished = result.event(asyncio.get_running_loop().time())
+        self._observer.on_message(
+            f"evaluated version {result.version}: reward {finished.reward_mean:.3f} over {finished.episodes} episodes "
+            f"in {result.duration_s:.1f} s, {result.failed} failed"
+        )
+        self._post(finished)
 
     def _on_lost(self, worker: WorkerId, incarnation: int, cause: str) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -1,7 +1,8 @@
 """From settings to the parts of a run: one function a part, nothing started, nothing written."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,29 @@ from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing, ElasticSettings
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.in_step import pearl_prorsa, prorsa
-from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, pinned, static_pd
+from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, pinned, static_pd, tiderl
+from pearl_planner.readiness import BatchInterval, ReadinessSettings
 from pearl_planner.switching import SwitchCosts
+from pearl_planner.task_batching import PriorityWeights
 from pearl_rl.own_policy import own_policy
 from pearl_rl.preflight import trace_path
-from pearl_rl.rollout.agent import AgentLimits
+from pearl_rl.rollout.agent import Agent, AgentLimits
+from pearl_rl.rollout.environments.protocol import EnvironmentSuite
+from pearl_rl.rollout.evaluation import AnchoredEvaluation, EvaluationResult
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings
-from pearl_rl.rollout.router import RouterLimits
+from pearl_rl.rollout.readiness import ReadinessMonitor
+from pearl_rl.rollout.router import Router, RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
+from pearl_rl.rollout.task_batcher import TaskBatchingSettings
+from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits
 from pearl_rl.settings import Settings
 from pearl_rl.settings.labels import parse_labels
+from pearl_rl.settings.root import batches_tasks, follows_readiness, injects_continuously
 from pearl_rl.training.options import Aggregation, Baseline, LossOptions, OptimizerOptions, TrainerOptions
 from pearl_rl.training.process import TrainerLimits
 from pearl_state.configuration import Configuration
+from pearl_state.events import Event
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Tenure
 
@@ -118,11 +129,16 @@ def policy(settings: Settings) -> Policy:
         new_worker_s=planner.new_worker_s,
         weight=planner.ema_weight,
     )
-    if planner.policy == "prorsa":
-        return prorsa(costs, persistence_s=_WINDOWS * planner.horizon_s)
-    if planner.policy == "pearl+prorsa":
-        return pearl_prorsa(decide, costs, persistence_s=_WINDOWS * planner.horizon_s)
-    return pearl(decide, costs)
+    persistence_s = _WINDOWS * planner.horizon_s
+    match planner.policy:
+        case "prorsa":
+            return prorsa(costs, persistence_s=persistence_s)
+        case "pearl+prorsa" | "pearl+prorsa+tiderl":
+            return replace(pearl_prorsa(decide, costs, persistence_s=persistence_s), name=planner.policy)
+        case "tiderl":
+            return tiderl(decide, costs)
+        case _:
+            return replace(pearl(decide, costs), name=planner.policy)
 
 
 _WINDOWS = 3
@@ -236,7 +252,7 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
         groups_per_step=settings.train.groups_per_step,
         group_size=settings.train.group_size,
         max_staleness=settings.train.max_staleness_versions,
-        injection=Injection(settings.rollout.injection),
+        injection=Injection.CONTINUOUS if injects_continuously(settings) else Injection.BATCH,
         straggler_patience=settings.rollout.straggler_patience or math.inf,
         seed=settings.run.seed,
         wall_limit_s=settings.run.wall_limit_s,
@@ -244,6 +260,68 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
         grant_s=settings.limits.training.grant_s,
         update_s=settings.limits.training.update_s,
         max_refills_per_group=settings.rollout.max_refills,
+    )
+
+
+def task_gate(settings: Settings, router: Router, lifecycle: LifecycleTrace | None = None) -> TaskGate | None:
+    """Continuous task batching in front of `router`; None where no turn waits for room."""
+    if not batches_tasks(settings):
+        return None
+    context = settings.model.max_context_tokens
+    limits = TaskGateLimits(
+        kv_tokens=settings.engine.kv_tokens,
+        budget_fraction=settings.rollout.kv_budget_fraction,
+        growth_tokens=settings.rollout.max_new_tokens,
+        wait_s=settings.limits.rollout.batch_s,
+    )
+    batching = TaskBatchingSettings(
+        probe_tokens=context,
+        group_size=settings.train.group_size,
+        weights=PriorityWeights(context_scale_tokens=context),
+    )
+    return TaskGate(router, limits, batching, lifecycle=lifecycle)
+
+
+def evaluation(
+    settings: Settings,
+    router: Router,
+    agent: Agent,
+    suite: EnvironmentSuite,
+    on_result: Callable[[EvaluationResult], None],
+    gate: TaskGate | None,
+) -> AnchoredEvaluation | None:
+    """Evaluations beside training; None where none is wanted. Their tasks are drawn from a seed of their own."""
+    chosen = settings.evaluation
+    if not chosen.every_versions:
+        return None
+    return AnchoredEvaluation(
+        router=router,
+        agent=agent,
+        tasks=suite.tasks(settings.run.seed ^ _EVALUATION_SEED),
+        episodes=chosen.episodes,
+        every=chosen.every_versions,
+        seed=settings.run.seed,
+        on_result=on_result,
+        gate=gate,
+        limit_s=chosen.limit_s,
+    )
+
+
+_EVALUATION_SEED = 0x5EED
+
+
+def readiness(
+    settings: Settings, post: Callable[[Event], None], evaluations: AnchoredEvaluation | None
+) -> ReadinessMonitor | None:
+    """Measures how ready the data is at each update; None where that moves nothing."""
+    if not follows_readiness(settings):
+        return None
+    batch = settings.rollout.batch_size
+    return ReadinessMonitor(
+        ReadinessSettings(batch=BatchInterval(minimum=batch, ideal=batch)),
+        group_size=settings.train.group_size,
+        post=post,
+        evaluates=lambda version: evaluations is not None and evaluations.due(version),
     )
 
 

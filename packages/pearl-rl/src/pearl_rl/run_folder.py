@@ -22,6 +22,7 @@ from pearl_rl.settings import ResolvedSettings, to_json, to_toml
 from pearl_rl.summary import TrainSummary
 from pearl_state.decision import Decision
 from pearl_state.events import Event
+from pearl_state.phases import PhaseChange
 from pearl_state.plan import TransitionPlan
 from pearl_state.trajectory import Trajectory
 from pearl_state.worker import WorkerId
@@ -69,6 +70,7 @@ class RunFolder:
         self._table = LineFile(path / "table.jsonl")
         self._requests = LineFile(path / "requests.jsonl")
         self._loads = LineFile(path / "loads.jsonl")
+        self._phases = LineFile(path / "phases.jsonl")
         self._decision_count = sum(1 for line in read_lines(self._decisions.path) if "decision" in line)
 
     @classmethod
@@ -150,6 +152,10 @@ class RunFolder:
         """Keep who served a request."""
         self._requests.append(record)
 
+    def record_phase(self, change: PhaseChange) -> None:
+        """Keep a change of a trajectory's phase."""
+        self._phases.append(change)
+
     def record_loads(self, loads: Mapping[WorkerId, WorkerLoad], *, now_s: float) -> None:
         """Keep what each worker has to do at this moment."""
         self._loads.append({"now_s": now_s, "loads": loads})
@@ -170,6 +176,7 @@ class RunFolder:
             self._table,
             self._requests,
             self._loads,
+            self._phases,
         ):
             file.close()
 

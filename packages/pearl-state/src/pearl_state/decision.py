@@ -33,6 +33,20 @@ class Reason(StrEnum):
     """The profile is a prior: no measurement backs it yet."""
 
 
+class ScalingReason(StrEnum):
+    """What the readiness of the data says at the boundary after an update: who should have more GPUs (TideRL 5.2)."""
+
+    COLD_START = "cold_start"
+    """No step was made yet: everything rolls out."""
+    EVALUATION = "evaluation"
+    """Evaluation runs beside the next step, and holds its weights back."""
+    GENERATION_DEFICIT = "generation_deficit"
+    """Training waits for data."""
+    CONSUMPTION_DEFICIT = "consumption_deficit"
+    """Data waits for training."""
+    BALANCED = "balanced"
+
+
 class Constraint(StrEnum):
     """The capacity constraints of PEARL section 4.2, and the ones of the extended model."""
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pearl_state.configuration import Configuration
+from pearl_state.decision import ScalingReason
 from pearl_state.plan import NO_PLAN, PlanId
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Tenure
@@ -201,6 +202,41 @@ class LoadForecast(_Event):
     """Trajectories that are not complete."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadinessMeasured(_Event):
+    """The boundary after an update: how ready the data is, and what follows from that (TideRL section 5.2)."""
+
+    step: int
+    """The step that ended; 0 before the first."""
+    reason: ScalingReason
+    volume: int
+    """Trajectories that the step consumed and that are ready now."""
+    ready: int
+    """Trajectories of complete groups."""
+    interval_s: float = 0.0
+    """Mean time between two complete groups (TPRM, a group being a micro-batch); 0 before there were two."""
+    group_s: float = 0.0
+    """What training took for a group in the step that ended."""
+    head_of_line_s: float = 0.0
+    """How long the oldest complete group has waited."""
+    step_s: float = 0.0
+    """Mean duration of a step; 0 before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFinished(_Event):
+    """All episodes of an evaluation of one weight version are over."""
+
+    version: int
+    episodes: int
+    """Those with a reward."""
+    failed: int
+    """Those without: the infrastructure failed them, or they took too long."""
+    reward_mean: float
+    """0 where no episode has a reward."""
+    duration_s: float
+
+
 # ---- people ---------------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +288,8 @@ Event = (
     | RolloutFinished
     | ProfileRefitted
     | LoadForecast
+    | ReadinessMeasured
+    | EvaluationFinished
     | WorkersCordoned
     | ConfigurationPinned
     | RunResumed

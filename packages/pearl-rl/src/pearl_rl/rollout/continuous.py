@@ -15,6 +15,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import Final
 
+from pearl_rl.rollout.buffer import UsedSample
 from pearl_rl.rollout.pipeline import Batch, PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings, RolloutTimeoutError
 from pearl_state.events import RolloutBegan, RolloutProgressed
@@ -31,6 +32,8 @@ class ContinuousPipeline(PipelineScheduler):
     """Whether no further group enters."""
     _under_way = 0
     """Groups that are not complete."""
+    _claimed = 0
+    """Complete groups that a step is about to take."""
 
     @cached_property
     def _steps_s(self) -> deque[float]:
@@ -81,9 +84,19 @@ class ContinuousPipeline(PipelineScheduler):
         """A group was given up and another one takes its place."""
 
     def _progress(self, batch: Batch) -> None:
-        # What is in flight feeds further batches too; the planner reckons with one.
-        remaining = min(self._settings.batch, self._buffer.counts.in_flight)
-        self._post(RolloutProgressed(now_s=self._now_s(), step=batch.step, remaining=remaining))
+        """What the next step still waits for: with a whole batch ready nothing is gained by lending GPUs to rollout."""
+        remaining = self._buffer.missing(self._settings.groups_per_step, self._claimed)
+        if remaining != batch.remaining:
+            batch.remaining = remaining
+            self._post(RolloutProgressed(now_s=self._now_s(), step=batch.step, remaining=remaining))
+
+    def _request_training(self, batch: Batch) -> None:
+        self._claimed = self._settings.groups_per_step
+        super()._request_training(batch)
+
+    def _take(self) -> list[UsedSample]:
+        self._claimed = 0
+        return super()._take()
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -103,6 +116,7 @@ class ContinuousPipeline(PipelineScheduler):
     def _begin(self, step: int) -> Batch:
         self._current = batch = Batch(self, step, self._now_s(), self._settings.batch, 0.0, self._mark())
         self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=self._settings.batch))
+        self._progress(batch)
         return batch
 
     async def _ready(self, batch: Batch) -> bool:

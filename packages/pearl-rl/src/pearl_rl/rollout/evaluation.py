@@ -17,6 +17,7 @@ from pearl_rl.rollout.calls import GenerationFailedError
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, TaskSource
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.task_gate import TaskGate
+from pearl_state.events import EvaluationFinished
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 
@@ -34,6 +35,17 @@ class EvaluationResult:
     def reward_mean(self) -> float:
         """Mean reward; 0 where no episode came back."""
         return fmean(self.rewards) if self.rewards else 0.0
+
+    def event(self, now_s: float) -> EvaluationFinished:
+        """What the run keeps on record of it."""
+        return EvaluationFinished(
+            now_s=now_s,
+            version=self.version,
+            episodes=len(self.rewards),
+            failed=self.failed,
+            reward_mean=self.reward_mean,
+            duration_s=self.duration_s,
+        )
 
 
 class AnchoredEvaluation:
@@ -68,6 +80,10 @@ class AnchoredEvaluation:
         self._limit_s = limit_s
         self._running: asyncio.Task[None] | None = None
 
+    def due(self, version: int) -> bool:
+        """Whether `version` will be evaluated."""
+        return version % self._every == 0
+
     def publishing(
         self, publish: Callable[[WeightSnapshot], Awaitable[None] | None]
     ) -> Callable[[WeightSnapshot], Awaitable[None]]:
@@ -78,7 +94,7 @@ class AnchoredEvaluation:
             publication = publish(snapshot)
             if publication is not None:
                 await publication
-            if snapshot.version % self._every == 0:
+            if self.due(snapshot.version):
                 self.begin(snapshot.version)
 
         return anchored

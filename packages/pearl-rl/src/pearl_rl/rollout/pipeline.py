@@ -7,7 +7,7 @@ publishes the new weights, and says that it is done; the Elastic Scheduler hears
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from pearl_executor.ports import WeightSnapshot
@@ -34,6 +34,7 @@ from pearl_rl.rollout.pipeline_settings import (
     UpdateTimeoutError,
 )
 from pearl_rl.rollout.ports import RolloutTracker, Trainer, UpdateResult
+from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.statistics import Concurrency, PrefixUse
 from pearl_rl.rollout.task_gate import TaskGate
@@ -110,13 +111,15 @@ class PipelineScheduler:
         position: Position | None = None,
         lifecycle: LifecycleTrace | None = None,
         batching: TaskGate | None = None,
+        readiness: ReadinessMonitor | None = None,
         note: Note = lambda _record: None,
         commit: Callable[[], Awaitable[None]] | None = None,
         restored: RolloutLedger | None = None,
     ) -> None:
         """`publish` makes a snapshot what workers fetch. `checkpoint` is given each completed step while training still
         holds its GPUs, and bounds itself. `on_trajectory` gets each trajectory with the step it was rolled out in.
-        `predicted_s` is asked, when a batch is complete, which makespan was predicted for it.
+        `predicted_s` is asked, when a batch is complete, which makespan was predicted for it. `batching` stands before
+        the router and is told of every trajectory, `readiness` of every complete group and every update.
         `note` gets what a resumed run must know, `commit` returns once that is durable, and `restored` is what an
         earlier control plane of this run left behind `completed_steps`.
         """
@@ -153,6 +156,7 @@ class PipelineScheduler:
             note=note,
             gate=batching,
         )
+        self._readiness = readiness
         self._note = note
         self._commit = commit
         if restored is not None:
@@ -195,6 +199,8 @@ class PipelineScheduler:
         `RefillsExhaustedError`, `UnplayableTasksError`, `VersionRegressionError`, and errors of trainer and agent.
         """
         self._began_s = self._step_ended_s = self._now_s()
+        if self._readiness is not None:
+            self._readiness.began(self._settings.completed_steps, self._began_s)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._roll_out(), name="rollout")
@@ -310,6 +316,8 @@ class PipelineScheduler:
         """A trajectory of `batch` came back; a refill of a batch that was complete before is no progress of it."""
         self._on_trajectory(trajectory, batch.step)
         self._tracker.observe_turns(turn_samples(trajectory, batch.step))
+        if self._readiness is not None:
+            self._readiness.ready(self._buffer.ready(), self._now_s())
         self._progress(batch)
 
     def _progress(self, batch: Batch) -> None:
@@ -348,13 +356,28 @@ class PipelineScheduler:
         if batch.requested_s is None:
             self._request_training(batch)
         waited_s = await self._granted(batch)
-        samples = self._buffer.take(self._settings.groups_per_step, self._version)
+        samples = self._take()
         groups = tuple(dict.fromkeys(sample.trajectory.group for sample in samples))
         for group in groups:
             self._rollout.forget(group)
         self._note(BatchTaken(step=batch.step, groups=groups))
         if self._commit is not None:
             await self._commit()
+        update, duration_s = await self._update(batch, samples)
+        if self._readiness is not None:
+            self._readiness.boundary(batch.step, update.version, len(samples), duration_s, self._now_s())
+        if (publication := self._publish(update.snapshot)) is not None:
+            await publication
+        self._post(WeightsPublished(now_s=self._now_s(), version=update.version))
+        self._version = update.version
+        self._wake()
+        if self._checkpoint is not None:
+            await self._checkpoint(batch.step)
+        self._post(TrainingFinished(now_s=self._now_s(), weight_version=update.version, duration_s=duration_s))
+        self._record(batch, samples, update, duration_s, waited_s)
+
+    async def _update(self, batch: Batch, samples: Sequence[UsedSample]) -> tuple[UpdateResult, float]:
+        """The trainer's answer and what it took, seconds. Raises where it takes too long, or makes no newer version."""
         began_s = self._now_s()
         try:
             async with asyncio.timeout(self._settings.update_s) as limit:
@@ -369,16 +392,14 @@ class PipelineScheduler:
             raise VersionRegressionError(
                 f"step {batch.step}: the update made version {update.version}, not newer than {self._version}"
             )
-        duration_s = update.duration_s or self._now_s() - began_s
-        if (publication := self._publish(update.snapshot)) is not None:
-            await publication
-        self._post(WeightsPublished(now_s=self._now_s(), version=update.version))
-        self._version = update.version
-        self._wake()
-        if self._checkpoint is not None:
-            await self._checkpoint(batch.step)
-        self._post(TrainingFinished(now_s=self._now_s(), weight_version=update.version, duration_s=duration_s))
-        self._record(batch, samples, update, duration_s, waited_s)
+        return update, update.duration_s or self._now_s() - began_s
+
+    def _take(self) -> list[UsedSample]:
+        groups = self._settings.groups_per_step
+        samples = self._buffer.take(groups, self._version)
+        if self._readiness is not None:
+            self._readiness.taken(groups)
+        return samples
 
     async def _granted(self, batch: Batch) -> float:
         """Wait for the training GPUs. Returns how long it took since they were asked for, seconds."""

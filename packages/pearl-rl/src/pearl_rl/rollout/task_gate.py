@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError, ModelCall, TurnResult
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.task_batcher import TaskBatcher, TaskBatchingSettings
 from pearl_state.roles import Role
@@ -41,8 +42,10 @@ class TaskGate:
         settings: TaskBatchingSettings,
         *,
         allowance: Callable[[], int] = lambda: 1 << 30,
+        lifecycle: LifecycleTrace | None = None,
     ) -> None:
-        """`allowance` as of `TaskBatcher`."""
+        """`allowance` as of `TaskBatcher`. `lifecycle` is told of turns that join the ready queue here."""
+        self._lifecycle = lifecycle
         self._router = router
         self._limits = limits
         self._groups: dict[TrajectoryId, tuple[GroupId, bool]] = {}
@@ -83,6 +86,8 @@ class TaskGate:
         task = call.trajectory
         if task not in self._groups:
             return await self._router.generate(call)
+        if self._lifecycle is not None:
+            self._lifecycle.ready(task, call.turn, len(call.prompt))
         granted = self._granted[task] = asyncio.get_running_loop().create_future()
         if task in self._added:
             self.batcher.turn(task, len(call.prompt), min(call.max_new_tokens, self._limits.growth_tokens))

@@ -102,15 +102,32 @@ class RolloutSettings(Section):
         ge=1, le=1_000, description="failing attempts without a new token after which a model call is given up"
     )
     max_refills: int = Field(ge=0, le=1_000_000, description="samples of a group that may fail and be played again")
-    injection: Literal["batch", "continuous"] = Field(
+    injection: Literal["auto", "batch", "continuous"] = Field(
         description="when groups are dispatched: a batch once the one before it is complete, or each as soon as "
-        "max_staleness_versions allows"
+        "max_staleness_versions allows; auto: continuous for policies with tiderl"
     )
     straggler_patience: float = Field(
         ge=0,
         description="with continuous injection: mean step times that an update waits for its oldest trajectories "
         "before it gives them up; 0 waits as long as needed",
     )
+    task_batching: Literal["auto", "on", "off"] = Field(
+        description="whether a turn waits until its trajectory may keep its KV on a worker; auto: for policies with "
+        "tiderl"
+    )
+    kv_budget_fraction: float = Field(
+        gt=0, le=1, description="with task batching: part of engine.kv_tokens that trajectories under way may hold"
+    )
+
+
+class EvaluationSettings(Section):
+    """`[evaluation]`: episodes that train nobody, of one weight version, beside the training rollouts."""
+
+    every_versions: int = Field(
+        ge=0, description="weight versions from one evaluation to the next; 0 for none. The next weights wait for it"
+    )
+    episodes: int = Field(ge=1, le=1_000_000, description="tasks of one evaluation, the same each time")
+    limit_s: float = Field(gt=0, description="an evaluation is cut off after this time, seconds")
 
 
 class EnvironmentSettings(Section):

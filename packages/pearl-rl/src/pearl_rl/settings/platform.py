@@ -116,7 +116,18 @@ class DeviceSettings(Section):
     training_update_s: float = Field(ge=0, description="least time of one training update, seconds")
 
 
-_POLICIES = ("pearl", "colocated_elastic", "static_pd", "pinned", "fixed", "prorsa", "pearl+prorsa")
+_POLICIES = (
+    "pearl",
+    "colocated_elastic",
+    "static_pd",
+    "pinned",
+    "fixed",
+    "prorsa",
+    "pearl+prorsa",
+    "tiderl",
+    "pearl+tiderl",
+    "pearl+prorsa+tiderl",
+)
 
 
 class PlannerSettings(Section):
@@ -126,7 +137,9 @@ class PlannerSettings(Section):
         description=(
             "who chooses: the model (pearl), colocation only with preemptible GPUs, one ratio with preemptible GPUs, "
             "a person's ratio with borrowing too (pinned), reserved GPUs only, forecasts that switch roles inside a "
-            "step (prorsa, and pearl+prorsa with the model's mode and borrowing), or one of your own, module:attribute"
+            "step (prorsa, and pearl+prorsa with the model's mode and borrowing), reserved GPUs with continuous "
+            "injection, task batching and readiness (tiderl, or any of the two with +tiderl), or one of your own, "
+            "module:attribute"
         )
     )
     configuration: str = Field(
@@ -139,6 +152,10 @@ class PlannerSettings(Section):
     mode_threshold: float = Field(ge=0, lt=1, description="relative gain that a change of the mode needs")
     prefill_load_limit: float = Field(gt=0, description="largest quotient of prefill path over decode path")
     kv_headroom: float = Field(gt=0, description="factor on a trajectory's KV in the capacity constraint")
+    readiness: Literal["auto", "on", "off"] = Field(
+        description="whether how ready the data is at each update says if training GPUs are lent; auto: for policies "
+        "with tiderl"
+    )
     horizon_s: float = Field(gt=0, description="how far a forecast of prorsa looks ahead, and how often it is made")
     flip_s: float = Field(ge=0, description="prior: prefill to decode or back in place, seconds")
     relaunch_s: float = Field(ge=0, description="prior: change between colocation and disaggregation, seconds")

@@ -1,5 +1,6 @@
 """The whole configuration, and the rules that tie its sections together."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pydantic import Field
 from pearl_rl.settings.control import ControlSettings
 from pearl_rl.settings.job import (
     EnvironmentSettings,
+    EvaluationSettings,
     ModelSettings,
     RolloutSettings,
     RunSettings,
@@ -36,6 +38,7 @@ class Settings(Section):
     model: ModelSettings = Field(description="what is trained")
     train: TrainSettings = Field(description="the update")
     rollout: RolloutSettings = Field(description="how trajectories are generated")
+    evaluation: EvaluationSettings = Field(description="episodes that train nobody, beside the training rollouts")
     environment: EnvironmentSettings = Field(description="what the model acts in")
     engine: EngineSettings = Field(description="the inference engine of one rollout worker")
     cluster: ClusterSettings = Field(description="logical GPUs, and who may use them")
@@ -152,6 +155,38 @@ def _tokens(settings: Settings) -> Iterator[Contradiction]:
         )
 
 
+def _task_batching(settings: Settings) -> Iterator[Contradiction]:
+    rollout, context = settings.rollout, settings.model.max_context_tokens
+    room = int(settings.engine.kv_tokens * rollout.kv_budget_fraction)
+    if batches_tasks(settings) and room < context:
+        yield Contradiction(
+            ("rollout.kv_budget_fraction", "engine.kv_tokens", "rollout.task_batching", "planner.policy"),
+            f"rollout.kv_budget_fraction={rollout.kv_budget_fraction} of engine.kv_tokens={settings.engine.kv_tokens} "
+            f"does not hold one trajectory of model.max_context_tokens={context}, which would wait for ever; use "
+            f"engine.kv_tokens={math.ceil(context / rollout.kv_budget_fraction)} or more",
+        )
+
+
+def _with_tiderl(settings: Settings, choice: str, on: str = "on") -> bool:
+    auto = settings.planner.policy.split("+")[-1] == "tiderl"
+    return choice == on or (choice == "auto" and auto)
+
+
+def injects_continuously(settings: Settings) -> bool:
+    """Whether groups enter as the staleness bound allows: `rollout.injection`, by the policy where it is auto."""
+    return _with_tiderl(settings, settings.rollout.injection, "continuous")
+
+
+def batches_tasks(settings: Settings) -> bool:
+    """Whether turns wait until their trajectories may keep their KV: `rollout.task_batching`."""
+    return _with_tiderl(settings, settings.rollout.task_batching)
+
+
+def follows_readiness(settings: Settings) -> bool:
+    """Whether training GPUs are lent by how ready the data is: `planner.readiness`."""
+    return _with_tiderl(settings, settings.planner.readiness)
+
+
 def _availability(settings: Settings) -> Iterator[Contradiction]:
     availability = settings.availability
     needs = {"trace": availability.trace, "control": availability.control_file or settings.control.http}
@@ -167,7 +202,7 @@ def _availability(settings: Settings) -> Iterator[Contradiction]:
 def _policy(settings: Settings) -> Iterator[Contradiction]:
     policy, text = settings.planner.policy, settings.planner.configuration
     keys = ("planner.configuration", "planner.policy")
-    if policy in ("pearl", "colocated_elastic", "prorsa", "pearl+prorsa") or ":" in policy:
+    if policy not in ("static_pd", "pinned", "fixed"):
         if text:
             yield Contradiction(
                 keys,
@@ -257,6 +292,7 @@ _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
     _model_path,
     _resume,
     _tokens,
+    _task_batching,
     _availability,
     _policy,
     _thresholds,
