@@ -1,10 +1,18 @@
 """Continuous injection: groups enter beside the tail of those before, within the staleness bound, and none is lost."""
 
+import asyncio
 from functools import cache
 
 import pytest
 
+from pearl_executor.virtual_time import run_virtual
+from pearl_rl.rollout.agent import Episode
+from pearl_rl.rollout.batch_rollout import BatchRollout, RefillLimits
 from pearl_rl.rollout.buffer import GroupBuffer, StalenessBound
+from pearl_rl.rollout.calls import Generate
+from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task
+from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.testing import FakeGeneration
 from pearl_rl.simulation.cluster import simulate
 from pearl_rl.simulation.outcome import SimulationResult
 from pearl_rl.simulation.scenario import scenario_from
@@ -119,6 +127,59 @@ def test_a_group_goes_on_without_the_samples_that_it_would_wait_too_long_for() -
     assert (buffer.ready(), buffer.due(1)) == (1, 1)
     assert len(buffer.take(1, 1)) == 2
     assert (buffer.counts.dropped, buffer.counts.in_flight, buffer.counts.lost) == (1, 2, 0)
+
+
+class OneFails:
+    """Fails the first episode, and plays the others in no time."""
+
+    def __init__(self) -> None:
+        self.episodes = 0
+
+    async def run(self, episode: Episode, generate: Generate) -> Trajectory:
+        self.episodes += 1
+        if self.episodes == 1:
+            raise EnvironmentFailure("it is down")
+        return sample(episode.trajectory, episode.group)
+
+
+class Tasks:
+    size = None
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"task-{index}", seed=index)
+
+
+class Listener:
+    def completed(self, trajectory: Trajectory) -> None: ...
+
+    def dropped(self, complete: int) -> None: ...
+
+
+def test_a_group_that_is_given_up_while_a_failed_sample_pauses_is_complete_without_it() -> None:
+    agent = OneFails()
+
+    async def play() -> GroupBuffer:
+        buffer = GroupBuffer(StalenessBound(max_staleness=0, batch=3), group_size=3, max_refills_per_group=5)
+        rollout = BatchRollout(
+            router=Router(FakeGeneration()),
+            agent=agent,
+            tasks=Tasks(),
+            buffer=buffer,
+            group_size=3,
+            seed=0,
+            version=lambda: 0,
+            limits=RefillLimits(pause_s=10.0),
+        )
+        playing = asyncio.create_task(rollout.play(1, Listener()))
+        await asyncio.sleep(1.0)
+        rollout.give_up(buffer.give_up_due(0))
+        await playing
+        return buffer
+
+    buffer = run_virtual(play())
+    assert agent.episodes == 3
+    assert buffer.ready() == 1
+    assert (buffer.counts.failed, buffer.counts.buffered, buffer.counts.lost) == (1, 2, 0)
 
 
 def sample(id_: str, group: str, version: int = 0) -> Trajectory:

@@ -1,1 +1,1 @@
-"""PEARL: rl."""
+"""PEARL put together: control loop, rollout, training, simulation, and the command line."""

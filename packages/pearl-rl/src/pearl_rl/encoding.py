@@ -72,10 +72,7 @@ def decode_event(data: Mapping[str, Any]) -> Event:
     kind = EVENT_TYPES.get(str(data.get("event")))
     if kind is None:
         raise ValueError(f"no event is called {data.get('event')!r}")
-    try:
-        event: Event = _decode(kind, {key: value for key, value in data.items() if key != "event"})
-    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{kind.__name__}: {error}") from error
+    event: Event = decode(kind, {key: value for key, value in data.items() if key != "event"})
     return event
 
 

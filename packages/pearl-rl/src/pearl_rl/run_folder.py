@@ -133,7 +133,7 @@ class RunFolder:
         )
 
     def record_trajectory(self, trajectory: Trajectory, *, step: int) -> None:
-        """Keep a trajectory that step `step` trained on."""
+        """Keep a trajectory that was rolled out in step `step`."""
         self._trajectories.append({"step": step, **encode(trajectory)})
 
     def record_counted(self, line: Mapping[str, Any]) -> None:

@@ -132,7 +132,7 @@ class RunTelemetry(SilentObserver):
             self._traces.on_control(event, effects)
 
     def on_trajectory(self, trajectory: Trajectory, step: int) -> None:
-        """A trajectory was used by a step."""
+        """A trajectory of step `step` came back."""
         if self._traces is not None:
             self._traces.on_trajectory(trajectory, step)
 
@@ -162,7 +162,7 @@ class _TensorBoard:
 
 
 class _Logged:
-    """Sinks with W&B's interface: `init(project, name, dir)`, `log(values, step)`, `finish()`."""
+    """Sinks with W&B's interface: `init(project, name)`, `log(values, step)`, `finish()`."""
 
     def __init__(self, module: str, folder: Path) -> None:
         self._run: Any = _import(module)

@@ -1,1 +1,1 @@
-"""PEARL: telemetry."""
+"""PEARL's telemetry: in comes what was measured, out goes a workload profile; OpenTelemetry instruments."""

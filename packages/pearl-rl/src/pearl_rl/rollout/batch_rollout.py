@@ -126,8 +126,11 @@ class BatchRollout:
         await _together([*again, *(self._group(listener, step) for _ in range(groups - len(before)))])
 
     async def refill(self, groups: Sequence[GroupId], listener: BatchListener) -> None:
-        """Dispatch one more sample for each entry and return once all are complete."""
-        await _together([self._sample(group, listener) for group in groups])
+        """Dispatch one more sample for each entry and return once all are complete. Raises as `play`."""
+        try:
+            await _together([self._sample(group, listener) for group in groups])
+        except _UnplayableTask as error:
+            raise UnplayableTasksError(f"a task that was played before cannot be any more: {error}") from error
 
     def give_up(self, samples: Iterable[tuple[GroupId, TrajectoryId]]) -> None:
         """End samples that the buffer dropped; their groups wait for them no more."""
@@ -221,6 +224,9 @@ class BatchRollout:
                 self._playing.pop(episode.trajectory, None)
                 self._leave(episode, accepted=accepted)
             await asyncio.sleep(pause_s)
+            if not self._buffer.needs(group):
+                # Meanwhile the group was given up, and is complete without this sample.
+                return
 
     def _enter(self, episode: Episode) -> Generate:
         """Tell everybody that a sample begins. Returns whom its agent calls."""

@@ -115,10 +115,15 @@ class GroupBuffer:
             raise ValueError(f"group {group} is open already")
         self._groups[group] = _Group(self._size)
 
+    def needs(self, group: GroupId) -> bool:
+        """Whether the group lacks a sample that is not under way either; False for one that is gone."""
+        state = self._groups.get(group)
+        return state is not None and len(state.outstanding) + len(state.complete) < state.size
+
     def dispatch(self, group: GroupId, trajectory: TrajectoryId, version: int) -> None:
         """Stamp a sample with the trainer's `version`. Raises `ValueError` where the group needs no further one."""
         state = self._groups[group]
-        if len(state.outstanding) + len(state.complete) >= state.size:
+        if not self.needs(group):
             raise ValueError(f"group {group} has all its {state.size} samples; {trajectory} would be one too many")
         state.outstanding[trajectory] = version
         self.counts.dispatched += 1
@@ -169,14 +174,11 @@ class GroupBuffer:
         self.counts.dropped += len(state.outstanding) + len(state.complete)
         return len(state.complete)
 
-    def stale(self, version: int) -> int:
-        """How many complete samples would be too old at this trainer version."""
-        return sum(version - t.dispatch_version > self._bound.max_staleness for t, _ in self._all_complete())
-
     def stale_ids(self, version: int) -> tuple[TrajectoryId, ...]:
         """The complete samples that would be too old at this trainer version."""
         bound = self._bound.max_staleness
-        return tuple(t.id for t, _ in self._all_complete() if version - t.dispatch_version > bound)
+        complete = (sample for state in self._groups.values() for sample, _ in state.complete)
+        return tuple(sample.id for sample in complete if version - sample.dispatch_version > bound)
 
     def reject_stale(self, version: int) -> list[GroupId]:
         """Drop samples that are too old at this trainer version. Returns a group for each one to dispatch again."""
@@ -248,9 +250,6 @@ class GroupBuffer:
         self.counts.buffered -= len(samples)
         self.counts.used += len(samples)
         return samples
-
-    def _all_complete(self) -> list[tuple[Trajectory, int]]:
-        return [sample for state in self._groups.values() for sample in state.complete]
 
     def _check(self, trajectory: TrajectoryId, known: int, version: int) -> None:
         if version < known:

@@ -17,7 +17,7 @@ class BufferCounts:
     failed: int = 0
     """Failed by the infrastructure; dispatched again."""
     dropped: int = 0
-    """Given up with their group, because its task cannot be played."""
+    """Given up: with their group, because its task cannot be played, or because the group waited too long for them."""
     cancelled: int = 0
     """Given up because the run ended."""
 

@@ -290,7 +290,7 @@ class PipelineScheduler:
         finally:
             look.cancel()
         self._finish(batch)
-        if not self._training and self._batches.empty() and not self._buffer.stale(self._version):
+        if not self._training and self._batches.empty() and not self._buffer.stale_ids(self._version):
             # Training is idle: it wants its GPUs before the next batch is dispatched to workers on them.
             self._request_training(batch)
         return batch

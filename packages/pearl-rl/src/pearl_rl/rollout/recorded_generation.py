@@ -1,8 +1,9 @@
 """Notes which worker served which request, and for how long: a `GenerationPort` around another one."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pearl_executor.ports import GenerateRequest, GenerateResult, GenerationPort, OnChunk
 from pearl_state.worker import Worker, WorkerId
@@ -40,44 +41,41 @@ class RecordedGeneration:
 
     async def generate(self, worker: Worker, request: GenerateRequest, on_chunk: OnChunk) -> GenerateResult:
         """See `GenerationPort`."""
-        started_s = asyncio.get_running_loop().time()
-        try:
-            result = await self._port.generate(worker, request, on_chunk)
-        except BaseException as error:
-            self._failed(worker, None, request, started_s, error)
-            raise
-        self._ended(worker, None, request, started_s, result)
-        return result
+        return await self._noted(worker, None, request, self._port.generate(worker, request, on_chunk))
 
     async def generate_pair(
         self, prefill: Worker, decode: Worker, request: GenerateRequest, on_chunk: OnChunk
     ) -> GenerateResult:
         """See `GenerationPort`."""
-        started_s = asyncio.get_running_loop().time()
-        try:
-            result = await self._port.generate_pair(prefill, decode, request, on_chunk)
-        except BaseException as error:
-            self._failed(decode, prefill, request, started_s, error)
-            raise
-        self._ended(decode, prefill, request, started_s, result)
-        return result
+        answer = self._port.generate_pair(prefill, decode, request, on_chunk)
+        return await self._noted(decode, prefill, request, answer)
 
     async def abort(self, worker: Worker, rid: str) -> None:
         """See `GenerationPort`."""
         await self._port.abort(worker, rid)
 
-    def _ended(
-        self, worker: Worker, prefill: Worker | None, request: GenerateRequest, started_s: float, result: GenerateResult
-    ) -> None:
+    async def _noted(
+        self, worker: Worker, prefill: Worker | None, request: GenerateRequest, answer: Awaitable[GenerateResult]
+    ) -> GenerateResult:
+        """The answer, on record."""
+        loop = asyncio.get_running_loop()
+        record = partial(
+            RequestRecord,
+            rid=request.rid,
+            worker=worker.id,
+            prefill=None if prefill is None else prefill.id,
+            started_s=loop.time(),
+            prompt_tokens=len(request.prompt),
+        )
+        try:
+            result = await answer
+        except BaseException as error:
+            self._record(record(finished_s=loop.time(), finish=type(error).__name__))
+            raise
         self._record(
-            RequestRecord(
-                rid=request.rid,
-                worker=worker.id,
-                prefill=None if prefill is None else prefill.id,
-                started_s=started_s,
-                finished_s=asyncio.get_running_loop().time(),
+            record(
+                finished_s=loop.time(),
                 finish=str(result.finish),
-                prompt_tokens=len(request.prompt),
                 cached_tokens=result.cached_tokens,
                 tokens=len(result.tokens),
                 queue_s=result.queue_s,
@@ -86,18 +84,4 @@ class RecordedGeneration:
                 decode_s=result.decode_s,
             )
         )
-
-    def _failed(
-        self, worker: Worker, prefill: Worker | None, request: GenerateRequest, started_s: float, error: BaseException
-    ) -> None:
-        self._record(
-            RequestRecord(
-                rid=request.rid,
-                worker=worker.id,
-                prefill=None if prefill is None else prefill.id,
-                started_s=started_s,
-                finished_s=asyncio.get_running_loop().time(),
-                finish=type(error).__name__,
-                prompt_tokens=len(request.prompt),
-            )
-        )
+        return result

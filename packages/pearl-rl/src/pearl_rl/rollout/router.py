@@ -27,6 +27,7 @@ from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.serving import Home, Route, ServingLimits, ServingSet, Slot, WorkerLoad
 from pearl_rl.rollout.statistics import Concurrency, ConcurrencyMeter, RouterStatistics
 from pearl_state.lifecycle import Lifecycle
+from pearl_state.roles import Role
 from pearl_state.table import WorkerTable
 from pearl_state.trajectory import TrajectoryId
 from pearl_state.worker import Worker, WorkerId
@@ -121,9 +122,10 @@ class Router:
     def observe(self) -> Observation:
         """What a diagnosis needs of this moment."""
         table = self.table
+        draining = table.where(Lifecycle.DRAINING)
         return Observation(
             serving=len(table.active()),
-            draining=len([id_ for id_ in table.where(Lifecycle.DRAINING) if id_ not in table.training()]),
+            draining=sum(table.rows[id_].role is not Role.TRAINING for id_ in draining),
             pending_weights=len(table.where(Lifecycle.STARTING, Lifecycle.PENDING_WEIGHTS)),
             in_flight=self._meter.in_flight,
             waiting=len(self._waiters),

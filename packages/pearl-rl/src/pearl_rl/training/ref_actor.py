@@ -182,7 +182,6 @@ class ReferenceRank:
     """
 
     def __init__(self, model: nn.Module, temperature: float, spill: Path) -> None:
-        self.optimizer_steps = 0
         self._model = model
         self._score = reference_score(model, temperature)
         self._spill = spill
