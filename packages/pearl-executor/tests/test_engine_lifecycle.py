@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 from pearl_executor.engines.torch.contract import EngineError, EngineLimits, NotIdleError, Phase  # noqa: E402
 from pearl_executor.pacing import Pace  # noqa: E402
 from pearl_executor.ports import Finish, GenerateRequest, Sampling, WorkerError  # noqa: E402
+from pearl_executor.runtimes.local.hosting import torch_recipe  # noqa: E402
+from pearl_executor.runtimes.local.torch_engine import build  # noqa: E402
 from pearl_state.roles import Role  # noqa: E402
 from pearl_state.samples import DecodeSample, PrefillSample  # noqa: E402
 
@@ -28,6 +30,16 @@ def prompt_of(seed, size):
 
 def request(rid, prompt, new=8, affinity=""):
     return GenerateRequest(rid=str(rid), prompt=prompt, max_new_tokens=new, sampling=GREEDY, affinity=affinity)
+
+
+def test_a_recipe_says_on_how_many_threads_its_engines_compute(model_dir):
+    limits = EngineLimits(max_running=2, kv_tokens=64, prefill_chunk_tokens=16, max_context_tokens=32)
+    before = torch.get_num_threads()
+    try:
+        build(torch_recipe(model_dir("qwen3", 0), limits, threads=2).settings, Role.COLOCATED)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_abort_ends_requests_in_every_stage_and_reports_them_at_the_next_step(make_engine):

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pearl_executor.calls import Action
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.ports import WeightSnapshot, WorkerError
 from pearl_executor.runtimes.local.hosting import torch_recipe
@@ -144,6 +143,7 @@ class _Run:
             parts.engine_limits(settings),
             parts.pace(settings),
             device=settings.engine.device,
+            threads=settings.engine.threads,
             seed=settings.run.seed,
             weight_version=0,
         )
@@ -265,7 +265,7 @@ class _Run:
             on_message=self._observer.on_message,
         )
         executor = self._executor = ElasticExecutor(
-            runtime, training, self._weights, parts.limits(settings), on_action=self._on_action
+            runtime, training, self._weights, parts.limits(settings), on_action=self._telemetry.on_action
         )
         self._scheduler = ElasticScheduler(
             state,
@@ -382,15 +382,17 @@ class _Run:
                 self._hopeless.set_exception(NoWorkersError(f"no rollout worker can start ({cause})"))
 
     async def _follow_availability(self) -> None:
-        async for event in self._source.events():
-            self._scheduler.post(event)
+        """Post what the source tells. One that has told all ends nothing; one that fails ends the run."""
+        try:
+            async for event in self._source.events():
+                self._scheduler.post(event)
+        except Exception as error:
+            if not self._hopeless.done():
+                self._hopeless.set_exception(error)
 
     async def _publish(self, snapshot: WeightSnapshot) -> None:
         # In a thread: it copies and flushes whole weights.
         await asyncio.to_thread(self._weights.publish, snapshot.version, snapshot.uri, snapshot.checksum)
-
-    def _on_action(self, action: Action) -> None:
-        self._telemetry.on_action(action)
 
     def _on_trajectory(self, trajectory: Trajectory, step: int) -> None:
         self._folder.record_trajectory(trajectory, step=step)

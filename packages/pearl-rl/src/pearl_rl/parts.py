@@ -38,7 +38,14 @@ from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits
 from pearl_rl.settings import Settings
 from pearl_rl.settings.labels import parse_labels
 from pearl_rl.settings.root import batches_tasks, follows_readiness, injects_continuously
-from pearl_rl.training.options import Aggregation, Baseline, LossOptions, OptimizerOptions, TrainerOptions
+from pearl_rl.training.options import (
+    Aggregation,
+    Baseline,
+    ComputeDtype,
+    LossOptions,
+    OptimizerOptions,
+    TrainerOptions,
+)
 from pearl_rl.training.process import TrainerLimits
 from pearl_state.configuration import Configuration
 from pearl_state.events import Event
@@ -190,45 +197,43 @@ def availability(
     GPUs are numbered: training first, then reserved rollout, then preemptible ones. `nodes` is filled with the node
     that each GPU is on, where the source follows nodes. `people` stands in for a control file.
     """
-    cluster, source = settings.cluster, settings.availability
-    first = cluster.training_gpus
-    preemptible = range(
-        first + cluster.reserved_rollout_gpus, first + cluster.reserved_rollout_gpus + cluster.max_preemptible_gpus
-    )
+    first, preemptible = settings.cluster.training_gpus, preemptible_gpus(settings)
     sources: list[AvailabilitySource] = []
-    if cluster.reserved_rollout_gpus:
-        sources.append(FixedSource(range(first, first + cluster.reserved_rollout_gpus)))
-    if not cluster.max_preemptible_gpus:
-        pass
-    elif source.source == "fixed":
-        sources.append(FixedSource(preemptible, tenure=Tenure.PREEMPTIBLE))
-    elif source.source == "ray":
-        sources.append(_ray_nodes(settings, preemptible, {} if nodes is None else nodes))
-    elif source.source in NOTICE_KINDS:
-        notices = notice_source(source.source, notice_s=source.notice_s, base=source.metadata_url)
-        sources.append(NoticedGpus(notices, gpus=preemptible))
-    elif source.source == "control" and people is not None:
-        sources.append(people)
-    elif source.source == "control":
-        sources.append(ControlFileSource(Path(source.control_file), gpus=preemptible, notice_s=source.notice_s))
-    else:
-        rows = read_trace(trace_path(settings), source.segment or None)
-        peak = max(row.count for row in rows)
-        shifted = [(max(0.0, row.t_s - source.start_s), row.count) for row in rows]
-        # Of the rows before the start only the last one counts.
-        late = [row for row in shifted if row[0] > 0]
-        early = [row for row in shifted if row[0] == 0]
-        sources.append(
-            TraceSource(
-                [(0.0, early[-1][1]), *late] if early else late,
-                gpus=preemptible,
-                time_scale=source.time_scale,
-                notice_s=source.notice_s,
-                seed=source.seed,
-                scale=cluster.max_preemptible_gpus / peak if peak else 1.0,
-            )
-        )
+    if preemptible.start > first:
+        sources.append(FixedSource(range(first, preemptible.start)))
+    if preemptible:
+        sources.append(_preemptible(settings, preemptible, {} if nodes is None else nodes, people))
     return merge_sources(*sources)
+
+
+def _preemptible(
+    settings: Settings, gpus: range, nodes: dict[int, str], people: AvailabilitySource | None
+) -> AvailabilitySource:
+    """Who offers and reclaims `gpus`, as `availability.source` says."""
+    source = settings.availability
+    if source.source == "fixed":
+        return FixedSource(gpus, tenure=Tenure.PREEMPTIBLE)
+    if source.source == "ray":
+        return _ray_nodes(settings, gpus, nodes)
+    if source.source in NOTICE_KINDS:
+        notices = notice_source(source.source, notice_s=source.notice_s, base=source.metadata_url)
+        return NoticedGpus(notices, gpus=gpus)
+    if source.source == "control":
+        return people or ControlFileSource(Path(source.control_file), gpus=gpus, notice_s=source.notice_s)
+    rows = read_trace(trace_path(settings), source.segment or None)
+    peak = max(row.count for row in rows)
+    shifted = [(max(0.0, row.t_s - source.start_s), row.count) for row in rows]
+    # Of the rows before the start only the last one counts.
+    late = [row for row in shifted if row[0] > 0]
+    early = [row for row in shifted if row[0] == 0]
+    return TraceSource(
+        [(0.0, early[-1][1]), *late] if early else late,
+        gpus=gpus,
+        time_scale=source.time_scale,
+        notice_s=source.notice_s,
+        seed=source.seed,
+        scale=len(gpus) / peak if peak else 1.0,
+    )
 
 
 def _ray_nodes(settings: Settings, gpus: range, nodes: dict[int, str]) -> AvailabilitySource:
@@ -326,7 +331,7 @@ def readiness(
 
 
 def trainer_options(settings: Settings) -> TrainerOptions:
-    """Loss, optimizer and batching."""
+    """Loss, optimizer and batching, and what the ranks compute on."""
     train = settings.train
     return TrainerOptions(
         loss=LossOptions(
@@ -348,6 +353,9 @@ def trainer_options(settings: Settings) -> TrainerOptions:
         minibatches=train.minibatches,
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,
+        dtype=ComputeDtype(settings.model.dtype),
+        device=settings.engine.device,
+        seed=settings.run.seed,
     )
 
 

@@ -49,7 +49,10 @@ class ModelSettings(Section):
 
     path: str = Field(min_length=1, description='folder of a Hugging Face causal LM, or "tiny" to build one')
     max_context_tokens: int = Field(ge=16, le=10_000_000, description="longest context of a trajectory, tokens")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(description="number format of weights and cache")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        description="number format of passes, published weights and KV; training keeps its own weights in float32, and "
+        "the embedded engine computes in it on a CPU"
+    )
     tiny: TinyModelSettings = Field(description='shape of the model that path = "tiny" builds')
 
 

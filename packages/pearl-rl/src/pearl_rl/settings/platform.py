@@ -41,7 +41,7 @@ class EngineSettings(Section):
         ge=16, description="tokens whose KV one worker holds, of requests and kept prefixes together"
     )
     prefill_chunk_tokens: int = Field(ge=1, description="most prompt tokens of one prefill iteration")
-    threads: int = Field(ge=1, le=1_024, description="CPU threads of one worker's engine")
+    threads: int = Field(ge=1, le=1_024, description="CPU threads of one worker's embedded engine")
     sglang: SglangSettings = Field(description='SGLang servers, where kind = "sglang"')
 
 

@@ -62,6 +62,7 @@ class Engine:
         limits: EngineLimits,
         pace: Pace | None = None,
         device: str = "cpu",
+        threads: int = 1,
         seed: int = 0,
         weight_version: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -69,12 +70,12 @@ class Engine:
         """Build the model of `model_dir` (`config.json`; weights in safetensors if any, else random from `seed`).
 
         `weight_version` names the weights found there; with None they are nobody's, and the engine takes no request
-        until `load_weights`. `clock` gives seconds.
+        until `load_weights`. `threads` is how many compute on a CPU. `clock` gives seconds.
         """
         admission.check_role(role)
         self._device = torch.device(device)
         if self._device.type == "cpu":
-            torch.set_num_threads(1)
+            torch.set_num_threads(threads)
         self._model = Model(Path(model_dir), self._device, seed)
         admission.check_limits(limits, self._model)
         self._role, self._limits, self._pace, self._seed, self._clock = role, limits, pace or Pace(), seed, clock

@@ -159,6 +159,7 @@ def torch_recipe(
     pace: Pace | None = None,
     *,
     device: str = "cpu",
+    threads: int = 1,
     seed: int = 0,
     weight_version: int | None = None,
 ) -> EngineRecipe:
@@ -168,6 +169,7 @@ def torch_recipe(
         "limits": asdict(limits),
         "pace": asdict(pace or Pace()),
         "device": device,
+        "threads": threads,
         "seed": seed,
         "weight_version": weight_version,
     }

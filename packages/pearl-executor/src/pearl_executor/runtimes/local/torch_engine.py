@@ -17,6 +17,7 @@ def build(settings: Mapping[str, Any], role: Role) -> Hosted:
         limits=EngineLimits(**settings["limits"]),
         pace=Pace(**settings["pace"]),
         device=settings["device"],
+        threads=settings["threads"],
         seed=settings["seed"],
         weight_version=settings["weight_version"],
     )

@@ -1,0 +1,55 @@
+"""What a run is built from says what its settings say."""
+
+import asyncio
+
+from pearl_executor.availability import ControlFileSource
+from pearl_executor.virtual_time import run_virtual
+from pearl_rl import parts
+from pearl_rl.settings import Settings, load_settings
+from pearl_rl.training.options import ComputeDtype
+from pearl_state.events import GpusOffered
+from pearl_state.roles import Tenure
+
+
+def chosen(*overrides: str) -> Settings:
+    return load_settings(None, overrides).settings
+
+
+def test_training_computes_on_the_device_of_the_engines_and_in_the_model_s_format() -> None:
+    usual = parts.trainer_options(chosen())
+    assert (usual.device, usual.dtype) == ("cpu", ComputeDtype.FLOAT32)
+    options = parts.trainer_options(chosen("engine.device=cuda", "model.dtype=bfloat16", "run.seed=7"))
+    assert (options.device, options.dtype, options.seed) == ("cuda", ComputeDtype.BFLOAT16, 7)
+
+
+def offers(settings: Settings) -> dict[Tenure, set[int]]:
+    async def follow() -> dict[Tenure, set[int]]:
+        found: dict[Tenure, set[int]] = {}
+        async with asyncio.timeout(1.0):
+            async for event in parts.availability(settings).events():
+                if isinstance(event, GpusOffered):
+                    found.setdefault(event.tenure, set()).update(event.gpus)
+        return found
+
+    return run_virtual(follow())
+
+
+def test_gpus_are_numbered_training_first_then_reserved_then_preemptible_ones() -> None:
+    sizes = ("cluster.training_gpus=3", "cluster.reserved_rollout_gpus=2", "cluster.max_preemptible_gpus=4")
+    settings = chosen(*sizes, "availability.source=fixed")
+    assert list(parts.preemptible_gpus(settings)) == [5, 6, 7, 8]
+    assert offers(settings) == {Tenure.RESERVED: {3, 4}, Tenure.PREEMPTIBLE: {5, 6, 7, 8}}
+    none = chosen(*sizes[:2], "cluster.max_preemptible_gpus=0", "availability.source=fixed")
+    assert offers(none) == {Tenure.RESERVED: {3, 4}}
+
+
+def test_people_stand_in_for_a_control_file() -> None:
+    settings = chosen(
+        "cluster.reserved_rollout_gpus=0", "availability.source=control", "control.http=true", "control.http_port=0"
+    )
+    people = parts.people_gpus(settings)
+    assert people is not None
+    assert parts.availability(settings, people=people) is people
+    by_file = chosen("cluster.reserved_rollout_gpus=0", "availability.source=control", "availability.control_file=x")
+    assert parts.people_gpus(by_file) is None
+    assert isinstance(parts.availability(by_file), ControlFileSource)
