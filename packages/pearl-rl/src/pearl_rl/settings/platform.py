@@ -70,7 +70,9 @@ class ClusterSettings(Section):
     borrowing: Literal["off", "ungated", "gated"] = Field(
         description="use of idle training GPUs: never, always, or where the gate of PEARL eq. (7) predicts a gain"
     )
-    max_restarts: int = Field(ge=0, le=1_000_000, description="failures after which a worker slot is given up")
+    max_restarts: int = Field(
+        ge=0, le=1_000_000, description="failures of a worker slot, or of training ranks, before it is given up"
+    )
     ray: RaySettings = Field(description='the cluster, where runtime = "ray"')
 
 
