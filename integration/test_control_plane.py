@@ -19,11 +19,11 @@ from pearl_planner.elastic import Borrowing, ElasticSettings, initial_state
 from pearl_planner.policies import pearl
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.rollout.agent import AgentLimits, TextAgent
-from pearl_rl.rollout.environments.protocol import StepResult, Task, observe
+from pearl_rl.rollout.environments.protocol import StepResult, observe
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import PipelineSettings
 from pearl_rl.rollout.router import Router
-from pearl_rl.rollout.testing import FakeTrainer
+from pearl_rl.rollout.testing import FakeTrainer, NumberedTasks
 from pearl_rl.rollout.training_gate import TrainingGate
 from pearl_state.events import GpusOffered, GpusReclaimed, WorkerFailed
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -68,13 +68,6 @@ class Quiz:
 
     async def close(self):
         pass
-
-
-class Tasks:
-    size = None
-
-    def task(self, index):
-        return Task(id=f"q{index}", seed=index, payload={})
 
 
 class Trainer(FakeTrainer):
@@ -129,7 +122,7 @@ class Cluster:
             PipelineSettings(steps=steps, groups_per_step=4, group_size=2, grant_s=200.0, batch_s=2000.0),
             router=self.router,
             agent=TextAgent(Quiz, Words(), AgentLimits(turns=3, new_tokens=8, context_tokens=500)),
-            tasks=Tasks(),
+            tasks=NumberedTasks(),
             trainer=Trainer(self.training),
             publish=lambda snapshot: self.weights.publish(snapshot.version),
             gate=self.gate,

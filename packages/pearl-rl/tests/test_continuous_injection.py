@@ -10,9 +10,9 @@ from pearl_rl.rollout.agent import Episode
 from pearl_rl.rollout.batch_rollout import BatchRollout, RefillLimits
 from pearl_rl.rollout.buffer import GroupBuffer, StalenessBound
 from pearl_rl.rollout.calls import Generate
-from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task
+from pearl_rl.rollout.environments.protocol import EnvironmentFailure
 from pearl_rl.rollout.router import Router
-from pearl_rl.rollout.testing import FakeGeneration
+from pearl_rl.rollout.testing import FakeGeneration, NumberedTasks
 from pearl_rl.simulation.cluster import simulate
 from pearl_rl.simulation.outcome import SimulationResult
 from pearl_rl.simulation.scenario import scenario_from
@@ -142,13 +142,6 @@ class OneFails:
         return sample(episode.trajectory, episode.group)
 
 
-class Tasks:
-    size = None
-
-    def task(self, index: int) -> Task:
-        return Task(id=f"task-{index}", seed=index)
-
-
 class Listener:
     def completed(self, trajectory: Trajectory) -> None: ...
 
@@ -163,7 +156,7 @@ def test_a_group_that_is_given_up_while_a_failed_sample_pauses_is_complete_witho
         rollout = BatchRollout(
             router=Router(FakeGeneration()),
             agent=agent,
-            tasks=Tasks(),
+            tasks=NumberedTasks(),
             buffer=buffer,
             group_size=3,
             seed=0,

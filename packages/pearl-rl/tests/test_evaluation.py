@@ -8,20 +8,13 @@ from pearl_executor.ports import WeightSnapshot
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.rollout.agent import Episode
 from pearl_rl.rollout.calls import Generate, ModelCall
-from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task
+from pearl_rl.rollout.environments.protocol import EnvironmentFailure
 from pearl_rl.rollout.evaluation import AnchoredEvaluation, EvaluationResult
 from pearl_rl.rollout.router import Router
-from pearl_rl.rollout.testing import FakeGeneration, serving_table
+from pearl_rl.rollout.testing import FakeGeneration, NumberedTasks, serving_table
 from pearl_state.roles import Role
 from pearl_state.trajectory import Trajectory, Turn
 from pearl_state.worker import WorkerId
-
-
-class Tasks:
-    size = None
-
-    def task(self, index: int) -> Task:
-        return Task(id=f"task-{index}", seed=index)
 
 
 class OneCall:
@@ -49,7 +42,7 @@ def test_publication_waits_for_the_evaluation_and_workers_of_older_weights_do_no
         router.apply(serving_table([Role.COLOCATED], version=0))
         results: list[EvaluationResult] = []
         evaluation = AnchoredEvaluation(
-            router=router, agent=OneCall(), tasks=Tasks(), episodes=4, every=2, seed=1, on_result=results.append
+            router=router, agent=OneCall(), tasks=NumberedTasks(), episodes=4, every=2, seed=1, on_result=results.append
         )
         published: list[tuple[int, float]] = []
 
@@ -81,8 +74,8 @@ def test_an_evaluation_that_takes_too_long_is_cut_off_and_counts_what_it_has() -
         router.apply(serving_table([Role.COLOCATED], version=5))
         results: list[EvaluationResult] = []
         evaluation = AnchoredEvaluation(
-            router=router, agent=OneCall(1e6), tasks=Tasks(), episodes=2, every=1, seed=1, on_result=results.append,
-            limit_s=60.0,
+            router=router, agent=OneCall(1e6), tasks=NumberedTasks(), episodes=2, every=1, seed=1,
+            on_result=results.append, limit_s=60.0,
         )  # fmt: skip
         evaluation.begin(5)
         await evaluation.settle()
@@ -92,6 +85,6 @@ def test_an_evaluation_that_takes_too_long_is_cut_off_and_counts_what_it_has() -
     run_virtual(main())
     with pytest.raises(ValueError, match="episodes = 0"):
         AnchoredEvaluation(
-            router=Router(FakeGeneration()), agent=OneCall(), tasks=Tasks(), episodes=0, every=1, seed=1,
+            router=Router(FakeGeneration()), agent=OneCall(), tasks=NumberedTasks(), episodes=0, every=1, seed=1,
             on_result=lambda _result: None,
         )  # fmt: skip

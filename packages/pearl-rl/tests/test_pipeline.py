@@ -18,7 +18,7 @@ from pearl_rl.rollout.agent import Episode, PromptTooLongError
 from pearl_rl.rollout.batch_rollout import RefillLimits, UnplayableTasksError
 from pearl_rl.rollout.buffer import RefillsExhaustedError, VersionRegressionError
 from pearl_rl.rollout.calls import Generate, ModelCall
-from pearl_rl.rollout.environments.protocol import EnvironmentFailure, Task
+from pearl_rl.rollout.environments.protocol import EnvironmentFailure
 from pearl_rl.rollout.ledger import Position
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import (
@@ -29,7 +29,14 @@ from pearl_rl.rollout.pipeline_settings import (
     UpdateTimeoutError,
 )
 from pearl_rl.rollout.router import Router, RouterLimits
-from pearl_rl.rollout.testing import FakeGeneration, FakeRequest, FakeTrainer, continuation, serving_table
+from pearl_rl.rollout.testing import (
+    FakeGeneration,
+    FakeRequest,
+    FakeTrainer,
+    NumberedTasks,
+    continuation,
+    serving_table,
+)
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
 from pearl_state.events import (
     Event,
@@ -46,13 +53,6 @@ from pearl_state.trajectory import Trajectory, TrajectoryId, Turn
 from pearl_state.worker import WorkerId
 
 C = Role.COLOCATED
-
-
-class Tasks:
-    size = None
-
-    def task(self, index: int) -> Task:
-        return Task(id=f"task-{index}", seed=index)
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Bench:
             self.settings,
             router=self.router,
             agent=self.agent,
-            tasks=Tasks(),
+            tasks=NumberedTasks(),
             trainer=self.trainer,
             publish=self.published.append,
             gate=self.gate,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pearl_executor.ports import Finish, GenerateRequest, GenerateResult, OnChunk, TokenChunk, WeightSnapshot
+from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.rollout.in_flight import resolve
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Role, Zone
@@ -61,6 +62,16 @@ def admit(table: WorkerTable, ids: Iterable[int]) -> WorkerTable:
 def withdraw(table: WorkerTable, ids: Iterable[int], to: Lifecycle = Lifecycle.DRAINING) -> WorkerTable:
     """Take workers out of routing."""
     return table.move([WorkerId(i) for i in ids], to)
+
+
+class NumberedTasks:
+    """A `TaskSource` without end, whose tasks differ by their number alone."""
+
+    size = None
+
+    def task(self, index: int) -> Task:
+        """`task-3` with seed 3."""
+        return Task(id=f"task-{index}", seed=index)
 
 
 @dataclass(slots=True, eq=False)
