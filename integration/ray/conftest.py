@@ -58,7 +58,7 @@ class Nodes:
 @pytest.fixture(scope="session")
 def nodes():
     if find_spec("ray") is None:
-        pytest.skip("needs the ray extra")
+        pytest.fail("the package ray is missing: `uv sync --group ray`, or `nox -s ray`", pytrace=False)
     # Before ray is imported: it reads them then.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -5,6 +5,7 @@ import asyncio
 import importlib.metadata
 import os
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from pearl_executor.engines.sglang.options import VERSION
 from pearl_executor.testing.sglang.server import StandInServer
 
 
-def parse(arguments: list[str]) -> dict[str, Any]:
+def parse(arguments: list[str], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What the stand-in needs of SGLang's arguments; it takes any others too."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path", required=True)
@@ -27,8 +28,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     parser.add_argument("--enable-memory-saver", action="store_true")
     known, _ = parser.parse_known_args(arguments)
     settings = vars(known)
-    settings["step_s"] = float(os.environ.get("PEARL_STANDIN_STEP_S", "0.001"))
-    settings["waiting_s"] = float(os.environ.get("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30"))
+    settings["step_s"] = float(environment.get("PEARL_STANDIN_STEP_S", "0.001"))
+    settings["waiting_s"] = float(environment.get("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30"))
     return settings
 
 

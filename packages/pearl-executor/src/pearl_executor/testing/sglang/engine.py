@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pearl_executor.ports import WorkerError
 from pearl_executor.testing.sglang.memory import Ballast
@@ -19,9 +19,13 @@ from pearl_executor.testing.sglang.model import PrefixCache, Weights, draw, exte
 TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
-def die() -> None:
+def die() -> NoReturn:
     """End this process as SGLang's ends when its scheduler raises."""
     os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(1)  # the signal is faster
+
+
+Die = Callable[[], NoReturn]
 
 
 class Refused(Exception):
@@ -60,6 +64,8 @@ class StandInEngine:
     settings: Mapping[str, Any]
     pull: Callable[[StandInRequest], Coroutine[Any, Any, int]]
     """Decode: fetch a request's KV from its prefill server; returns the prompt tokens that server had cached."""
+    die: Die = die
+    """Ends the server at once."""
     mode: str = "null"
     weights: Weights = field(init=False)
     version: str = "default"
@@ -84,6 +90,8 @@ class StandInEngine:
     """Cleared while paused."""
     memory: Ballast = field(init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _receiving: "set[asyncio.Task[None]]" = field(default_factory=set["asyncio.Task[None]"])
+    """Hand-overs under way; kept so that they are not collected."""
 
     def __post_init__(self) -> None:
         self.mode = str(self.settings["disaggregation_mode"])
@@ -111,7 +119,7 @@ class StandInEngine:
         if any(other.rid == request.rid for other in self.live):
             raise Refused(f"Duplicate request ID detected: {request.rid}")
         if self.released:
-            die()
+            self.die()
         if self.mode != "null" and request.room is None:
             message = f"Invalid request: Disaggregated request received without bootstrap room id. {request.rid=}"
             self._finish(request, {"type": "abort", "message": message, "status_code": 400})
@@ -147,7 +155,7 @@ class StandInEngine:
             if self.paused in ("retract", "in_place"):
                 continue
             if self.released:
-                die()
+                self.die()
             self._take_waiting()
             self._decode()
 
@@ -157,8 +165,8 @@ class StandInEngine:
             if self.mode == "decode":
                 self.transferring.append(request)
                 task = asyncio.ensure_future(self._receive(request))
-                request_tasks.add(task)
-                task.add_done_callback(request_tasks.discard)
+                self._receiving.add(task)
+                task.add_done_callback(self._receiving.discard)
             else:
                 self._prefill(request)
                 self.running.append(request)
@@ -278,7 +286,7 @@ class StandInEngine:
     def release(self, tags: list[str]) -> None:
         """Give memory back; kills a server that is not idle."""
         if not self.idle and not (self.paused == "retract" and not self.running):
-            die()
+            self.die()
         if self.settings["enable_memory_saver"]:
             self.released |= set(tags or TAGS)
             self.cache.clear()
@@ -290,7 +298,7 @@ class StandInEngine:
             return
         for tag in tags or TAGS:
             if tag not in self.released:
-                die()
+                self.die()
             self.released.remove(tag)
             self.memory.commit(tag)
 
@@ -353,10 +361,6 @@ class StandInEngine:
         self.decode_graphs = self.decode_graphs or role == "decode"
         self.cache.clear()
         return _switched("ok", old, role, safe=False)
-
-
-request_tasks: "set[asyncio.Task[None]]" = set()
-"""Hand-overs under way; kept so that they are not collected."""
 
 
 def _switched(message: str, old: str, new: str, *, safe: bool) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class HttpServer:
         self._faults = faults
         self._die = die
         self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def open(self, host: str, port: int) -> None:
         """Listen."""
@@ -80,13 +81,25 @@ class HttpServer:
         if self._server is not None:
             self._server.close()
 
+    def abort(self) -> None:
+        """Stop listening and break every connection off, as the end of a process does."""
+        self.close()
+        for task, writer in list(self._connections.items()):
+            writer.transport.abort()
+            task.cancel()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        # Cancelled is a connection only where the whole server ends; nobody waits for it.
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
             while (request := await _read(reader)) is not None:
                 if request.path in self._faults.hang:
                     await asyncio.Event().wait()
                 response = await self._handler(request)
                 await self._answer(request, response, reader, writer)
+        del self._connections[task]
         writer.close()
 
     async def _answer(

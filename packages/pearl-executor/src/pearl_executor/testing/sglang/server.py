@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pearl_executor.engines.sglang.options import VERSION
-from pearl_executor.testing.sglang.engine import Refused, StandInEngine, StandInRequest, die
+from pearl_executor.testing.sglang.engine import Die, Refused, StandInEngine, StandInRequest, die
 from pearl_executor.testing.sglang.http import (
     Faults,
     HttpServer,
@@ -33,10 +33,11 @@ Route = Callable[[Request], Awaitable[Response]]
 class StandInServer:
     """One server process."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], die: Die = die) -> None:
         self._settings = settings
         self._faults = Faults()
-        self.engine = StandInEngine(settings, self._pull)
+        self._die = die
+        self.engine = StandInEngine(settings, self._pull, die)
         self._http = HttpServer(self._handle, self._faults, die)
         self._bootstrap = HttpServer(self._handle_bootstrap, self._faults, die)
         self._routes_known: dict[tuple[str, int], int] = {}
@@ -82,6 +83,16 @@ class StandInServer:
         await self._http.open(host, int(self._settings["port"]))
         await self.engine.run()
 
+    def abort(self) -> None:
+        """Be gone for whoever is connected."""
+        self._http.abort()
+        self._bootstrap.abort()
+
+    def hang(self) -> None:
+        """Answer nobody any more, and let nothing go on."""
+        self._faults.hang = {*self._posts, *self._gets}
+        self.engine.paused = "in_place"
+
     async def _hold(self, host: str, port: int) -> None:
         """Wait at the gate."""
         let_go = asyncio.Event()
@@ -91,7 +102,7 @@ class StandInServer:
                 let_go.set()
             return Response(body=b"OK", kind="text/plain")
 
-        server = HttpServer(gate, self._faults, die)
+        server = HttpServer(gate, self._faults, self._die)
         await server.open(host, port)
         await let_go.wait()
 
