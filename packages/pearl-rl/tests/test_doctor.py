@@ -35,7 +35,7 @@ def test_whatever_is_missing_comes_with_a_remedy(capsys):
 def test_people_get_a_line_for_each_finding_and_a_verdict(capsys):
     examine(as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("pearl-rl train: can")
+    assert lines[-1].startswith("pearl-rl train can")
     assert sum(line.startswith(("ok", "absent", "MISSING")) for line in lines) == len(lines) - 2
 
 

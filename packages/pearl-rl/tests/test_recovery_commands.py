@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from pearl_planner.elastic import initial_state
 from pearl_planner.step import step
 from pearl_rl import parts
+from pearl_rl.cli.app import app
 from pearl_rl.cli.recovery import replayed, resume_run
 from pearl_rl.errors import CommandError
 from pearl_rl.journal.run_journal import RunJournal, recover
@@ -69,6 +71,19 @@ def test_a_state_survives_its_json_with_a_plan_under_way(run) -> None:
     again = decode_state(json.loads(json.dumps(encode_state(state))), elastic)
     assert encode_state(again) == encode_state(state)
     assert (again.table, again.running, again.groups) == (state.table, state.running, state.groups)
+
+
+def test_the_command_tells_every_event_and_the_state_they_lead_to(run) -> None:
+    folder, _, state = run
+    done = CliRunner().invoke(app, ["replay-journal", str(folder), "--explain"])
+    assert done.exit_code == 0
+    assert "GpusOffered" in done.stdout
+    assert f"table version {state.table.version}" in done.stdout
+    lines = [json.loads(line) for line in CliRunner().invoke(
+        app, ["replay-journal", str(folder), "--json"]
+    ).stdout.splitlines()]  # fmt: skip
+    assert [line["event"] for line in lines[:-1]].count("GpusOffered") == 2
+    assert len(lines[-1]["table"]) == len(state.table.rows)
 
 
 def test_the_state_is_the_same_from_the_newest_snapshot_and_from_the_start(run) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -263,6 +264,12 @@ def test_several_runs_are_compared_with_the_first(run):
     Page(text)
     assert text.count('<article class="run">') == 2
     assert "<td>1.000</td>" in text
+
+
+def test_a_training_run_is_compared_by_its_counts_too(run):
+    trained = replace(run, summary={"borrows": 701, "mode_switches": 400, "ratio_switches": 44})
+    cells = re.findall(r"<td>([^<]*)</td>", comparison_page([trained], "one").partition('data-table="comparison"')[2])
+    assert cells[6:8] == ["701", "444"]
 
 
 def test_plots_stand_alone(run):

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from pearl_rl.cli import people, recovery_commands
+from pearl_rl.cli.options import AsJson, Config, Overrides, Plain, frameworks, scenarios
 from pearl_rl.errors import CommandError, ExitCode
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -49,13 +50,6 @@ app = typer.Typer(
 config_app = typer.Typer(rich_markup_mode=None, help="Show and check settings.")
 app.add_typer(config_app, name="config")
 
-Config = Annotated[Path | None, typer.Argument(help="TOML file with what differs from the default job.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, like train.seed=1; may be repeated."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 def main() -> None:
     """Entry point."""
@@ -83,7 +77,7 @@ def pearl_rl(
         typer.echo(context.get_help())
 
 
-@app.command()
+@app.command(short_help="Run a training job; without arguments the default one.")
 def train(
     config: Config = None,
     overrides: Overrides = None,
@@ -91,7 +85,7 @@ def train(
         bool, typer.Option("--json", help="Print the summary as one JSON object on the last line of standard output.")
     ] = False,
     run_dir: Annotated[Path | None, typer.Option(help="Folder for this run; must not exist or be empty.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")] = False,
+    plain: Plain = False,
     runtime: Annotated[
         str | None, typer.Option(help="Where processes live: local or ray (sets cluster.runtime).")
     ] = None,
@@ -112,7 +106,7 @@ def train(
     raise typer.Exit(int(code))
 
 
-@app.command()
+@app.command(short_help="Choose prefill/decode mode and ratio for some workers.")
 def plan(
     model: Annotated[str, typer.Option(help="Model, like qwen3-8b.")],
     gpu: Annotated[str, typer.Option(help="GPU, like h800.")],
@@ -124,7 +118,10 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Add what each makespan is made of.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose the prefill/decode mode and ratio for a number of workers."""
+    """Choose the prefill/decode mode and ratio for a number of workers.
+
+    Example: pearl-rl plan --model qwen3-8b --gpu h800 --tp 2 --workers 8 --explain
+    """
     from pearl_rl.cli.plan import PlanQuestion, answer
 
     question = PlanQuestion(
@@ -139,17 +136,16 @@ def plan(
     raise typer.Exit(int(answer(question, explain=explain, as_json=as_json)))
 
 
-@app.command()
+@app.command(short_help="Run scenarios in virtual time, and compare policies.")
 def simulate(
-    scenario: Annotated[str, typer.Argument(help="TOML file, or a bundled name like paper-segment1.")],
+    scenario: Annotated[
+        str, typer.Argument(help="TOML file, or a bundled name like paper-segment1.", autocompletion=scenarios)
+    ],
     policy: Annotated[
         str, typer.Option("--policy", metavar="A,B,…", help="Policies to compare; default: its own.")
     ] = "",
     seeds: Annotated[int, typer.Option(help="Seeds for each policy, from run.seed on.")] = 1,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One value, like rollout.batch=96; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
     as_json: AsJson = False,
     full: Annotated[bool, typer.Option("--full", help="With --json: every step, decision and interval.")] = False,
     report: Annotated[Path | None, typer.Option(help="HTML file that gets one page of everything.")] = None,
@@ -174,7 +170,7 @@ def simulate(
     raise typer.Exit(int(code))
 
 
-@app.command()
+@app.command(short_help="Print the paper's figures beside those of the simulation.")
 def reproduce(
     targets: Annotated[list[str] | None, typer.Argument(help="Targets like F5 or T2; default: all.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
@@ -182,14 +178,17 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="Short runs, only to see that everything works.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what the paper measured beside what the simulation gives. Example: pearl-rl reproduce F2a T2 --jobs 4"""
+    """Print what the paper measured beside what the simulation gives.
+
+    Example: pearl-rl reproduce F2a T2 --jobs 4
+    """
     from pearl_rl.cli.reproduce import run_reproduction
 
     code = run_reproduction(targets or [], jobs=jobs, seeds=seeds, quick=quick, as_json=as_json)
     raise typer.Exit(int(code))
 
 
-@app.command()
+@app.command(short_help="Say what this machine, or a Ray cluster, can run.")
 def doctor(
     as_json: AsJson = False,
     cluster: Annotated[
@@ -215,9 +214,9 @@ def doctor(
     raise typer.Exit(int(code))
 
 
-@app.command("import")
+@app.command("import", short_help="Turn another framework's configuration into ours.")
 def import_(
-    framework: Annotated[str, typer.Argument(help="verl, slime, roll or areal.")],
+    framework: Annotated[str, typer.Argument(help="verl, slime, roll or areal.", autocompletion=frameworks)],
     file: Annotated[Path, typer.Argument(help="Its launch script (verl, slime) or YAML file.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: print.")] = None,
     model_path: Annotated[str | None, typer.Option(help="Model folder on this machine.")] = None,
@@ -233,25 +232,34 @@ def import_(
     raise typer.Exit(int(code))
 
 
-@config_app.command()
+@config_app.command(short_help="Print the resolved settings, each with its origin.")
 def show(config: Config = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the resolved settings, each with its origin."""
+    """Print the resolved settings, each with its origin.
+
+    Example: pearl-rl config show job.toml --set train.learning_rate=3e-4
+    """
     from pearl_rl.cli import config as commands
 
     commands.show(config, overrides or [], as_json=as_json)
 
 
-@config_app.command()
-def validate(config: Config = None, overrides: Overrides = None) -> None:
-    """Check a configuration file without running anything."""
+@config_app.command(short_help="Check a configuration file without running anything.")
+def validate(config: Config = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a configuration file without running anything.
+
+    Example: pearl-rl config validate job.toml
+    """
     from pearl_rl.cli import config as commands
 
-    commands.validate(config, overrides or [])
+    commands.validate(config, overrides or [], as_json=as_json)
 
 
-@config_app.command()
+@config_app.command(short_help="Print the JSON schema of a configuration file.")
 def schema() -> None:
-    """Print the JSON schema of a configuration file, with every key explained."""
+    """Print the JSON schema of a configuration file, with every key explained.
+
+    Example: pearl-rl config schema
+    """
     from pearl_rl.cli import config as commands
 
     commands.schema()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pearl_rl.cli.operate import answer_words, run_folder
+from pearl_rl.cli.operate import answer_words, run_folder, send
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ConfigurationError, StateError
@@ -33,8 +33,6 @@ def apply(file: Path, run: Path | None, *, dry_run: bool, as_json: bool) -> Exit
     target = read_target(file)
     folder = run_folder(run)
     if not dry_run:
-        from pearl_rl.cli.operate import send
-
         answer = send(folder, {"pin": str(target)})
         print(json.dumps(answer) if as_json else answer_words(answer))
         return ExitCode.OK

@@ -76,12 +76,12 @@ def print_rows(title: str, rows: Sequence[Row], base: Row, *, bars: bool = False
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.width = max(console.width, max(len(row.name) for row in rows) + (160 if bars else 132))
+    console.width = max(console.width, max(len(row.name) for row in rows) + (172 if bars else 144))
     console.print(title)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     relative = "of first" if base is rows[0] else f"of {base.name}"
-    for name in ("tokens/s", relative, "step s", "rollout s", "training s", "off", "GPU-s", "borrows"):
+    for name in ("tokens/s", relative, "step s", "rollout s", "training s", "prediction off", "GPU-s", "borrows"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("expansions", "switches"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -16,12 +16,15 @@ def show(config: Path | None, overrides: Sequence[str], *, as_json: bool) -> Non
     typer.echo(json.dumps(to_json(resolved), indent=2) if as_json else to_toml(resolved), nl=as_json)
 
 
-def validate(config: Path | None, overrides: Sequence[str]) -> None:
+def validate(config: Path | None, overrides: Sequence[str], *, as_json: bool) -> None:
     """Check settings and the files they name. Raises `SettingsError`."""
     resolved = load_settings(config, overrides)
     check_parts(resolved.settings)
     changed = sum(1 for origin in resolved.origins.values() if origin != "default")
-    typer.echo(f"ok: {len(resolved.origins)} settings, {changed} of them not the default job's")
+    if as_json:
+        typer.echo(json.dumps({"settings": len(resolved.origins), "changed": changed}))
+    else:
+        typer.echo(f"ok: {len(resolved.origins)} settings, {changed} of them not the default job's")
 
 
 def schema() -> None:

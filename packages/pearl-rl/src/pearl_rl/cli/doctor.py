@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -60,7 +60,11 @@ _PACKAGES = (
 
 def examine(*, as_json: bool) -> ExitCode:
     """Print the findings. The exit code says whether the default job can run here."""
-    findings = [*_machine(), *_packages(), *_gpus()]
+    return tell([*_machine(), *_packages(), *_gpus()], "pearl-rl train", as_json=as_json)
+
+
+def tell(findings: Sequence[Finding], job: str, *, as_json: bool) -> ExitCode:
+    """Print findings, and whether `job` can run with them; the exit code says so too."""
     missing = [finding.name for finding in findings if finding.needed and not finding.ok]
     if as_json:
         print(json.dumps({"train": not missing, "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -70,7 +74,7 @@ def examine(*, as_json: bool) -> ExitCode:
             mark = "ok" if finding.ok else ("MISSING" if finding.needed else "absent")
             remedy = f"  → {finding.remedy}" if finding.remedy else ""
             print(f"{mark:<7}  {finding.name:<{width}}  {finding.detail}{remedy}")
-        print(f"\npearl-rl train: {'cannot run, for ' + ', '.join(missing) if missing else 'can run'}")
+        print(f"\n{job} {'cannot run, for ' + ', '.join(missing) if missing else 'can run'}")
     return ExitCode.CONFIG if missing else ExitCode.OK
 
 

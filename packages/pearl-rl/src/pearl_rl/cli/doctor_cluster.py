@@ -1,17 +1,15 @@
 """`pearl-rl doctor --cluster`: does a Ray cluster have what a job's settings ask for, node by node?"""
 
 import asyncio
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pearl_executor.runtimes.local.processes import ProcessError
-from pearl_rl.cli.doctor import Finding
+from pearl_rl.cli.doctor import Finding, tell
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.preflight import check_installed
 from pearl_rl.settings import Settings, load_settings
@@ -37,17 +35,7 @@ def examine_cluster(
         findings = asyncio.run(_until_found(settings, wait_s))
     except ProcessError as error:
         raise CommandError(str(error)) from error
-    missing = [finding.name for finding in findings if finding.needed and not finding.ok]
-    if as_json:
-        print(json.dumps({"train": not missing, "findings": [asdict(finding) for finding in findings]}, indent=2))
-    else:
-        width = max(len(finding.name) for finding in findings)
-        for finding in findings:
-            mark = "ok" if finding.ok else ("MISSING" if finding.needed else "absent")
-            remedy = f"  → {finding.remedy}" if finding.remedy else ""
-            print(f"{mark:<7}  {finding.name:<{width}}  {finding.detail}{remedy}")
-        print(f"\nthis job {'cannot run, for ' + ', '.join(missing) if missing else 'can run'} on the cluster")
-    return ExitCode.CONFIG if missing else ExitCode.OK
+    return tell(findings, "this job on the cluster", as_json=as_json)
 
 
 async def _until_found(settings: Settings, wait_s: float) -> list[Finding]:

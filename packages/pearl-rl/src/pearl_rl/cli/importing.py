@@ -8,6 +8,7 @@ from typing import Final
 
 import typer
 
+from pearl_rl.cli.report import write_text
 from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.importing import areal, roll, slime, verl
 from pearl_rl.importing.result import Imported, Scalar
@@ -91,7 +92,7 @@ def run_import(framework: str, path: Path, *, output: Path | None, model_path: s
         raise SettingsError(f"{path}: gives no valid settings: {error}") from None
     text = to_toml(found, path)
     if output is not None:
-        _write(output, text)
+        write_text(output, text)
     if as_json:
         body = {"settings": found.settings, "origins": found.origins, "unsupported": found.unsupported}
         typer.echo(json.dumps(body, indent=1))
@@ -103,13 +104,3 @@ def run_import(framework: str, path: Path, *, output: Path | None, model_path: s
     else:
         typer.echo(f"{output}: {len(found.settings)} settings; {len(found.unsupported)} keys without a counterpart")
     return ExitCode.OK
-
-
-def _write(target: Path, text: str) -> None:
-    """The whole file or none of it."""
-    scratch = target.with_name(f".{target.name}.part")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(target)
-    except OSError as error:
-        raise SettingsError(f"{target}: cannot be written: {error.strerror or error}") from None

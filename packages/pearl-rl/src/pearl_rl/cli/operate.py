@@ -44,41 +44,51 @@ def status(run: Path | None, *, as_json: bool) -> ExitCode:
     return ExitCode.OK
 
 
-def top(run: Path | None, *, every_s: float, once: bool) -> ExitCode:
-    """Redraw a run until it ends or somebody presses Ctrl-C."""
+def top(run: Path | None, *, every_s: float, once: bool, as_json: bool) -> ExitCode:
+    """Redraw a run, or print one JSON object a look, until it ends or somebody presses Ctrl-C."""
     if not 0.1 <= every_s <= _MOST_S:
         raise CommandError(f"--every {every_s:g}: must be from 0.1 to {_MOST_S:g} seconds")
     if once:
-        return status(run, as_json=False)
+        return status(run, as_json=as_json)
+    from pearl_rl.live.follower import Follower
+
+    follower = Follower(run_folder(run))
+    if as_json:
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_follow(follower, every_s, lambda view: print(json.dumps(view, allow_nan=False), flush=True)))
+        return ExitCode.OK
     from rich.console import Console
     from rich.live import Live
 
-    from pearl_rl.live.follower import Follower
     from pearl_rl.live.top import whole
 
-    follower = Follower(run_folder(run))
     console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
 
-    async def redraw() -> None:
-        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-            while True:
-                follower.refresh()
-                view = follower.view()
-                live.update(whole(view, most_workers=max(4, console.height - 24)), refresh=True)
-                if view["state"] == "ended":
-                    return
-                await asyncio.sleep(every_s)
+        def redraw(view: Mapping[str, Any]) -> None:
+            live.update(whole(view, most_workers=max(4, console.height - 24)), refresh=True)
 
-    with suppress(KeyboardInterrupt):
-        asyncio.run(redraw())
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_follow(follower, every_s, redraw))
     if console.is_terminal:
         # What was drawn went with the alternate screen.
         console.print(whole(follower.view()))
     return ExitCode.OK
 
 
-def dashboard(run: Path | None, *, host: str, port: int, control: bool) -> ExitCode:
-    """Serve the page until a signal comes."""
+async def _follow(follower: "Follower", every_s: float, show: Callable[[Mapping[str, Any]], None]) -> None:
+    """Show a run every so many seconds, until it has ended."""
+    while True:
+        follower.refresh()
+        view = follower.view()
+        show(view)
+        if view["state"] == "ended":
+            return
+        await asyncio.sleep(every_s)
+
+
+def dashboard(run: Path | None, *, host: str, port: int, control: bool, as_json: bool) -> ExitCode:
+    """Serve the page until a signal comes; with `as_json` its address is one JSON object."""
     from pearl_executor.loopback_http import new_token
     from pearl_rl.live.server import Dashboard
 
@@ -95,9 +105,13 @@ def dashboard(run: Path | None, *, host: str, port: int, control: bool) -> ExitC
         with suppress(NotImplementedError):
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, ending.set)
-        print(f"{url}/#token={token}" if control else f"{url}/", flush=True)
-        print(f"shows {folder}" + ("" if control else ", read-only (--control lets you act)") + "; Ctrl-C ends it")
-        sys.stdout.flush()
+        page = f"{url}/#token={token}" if control else f"{url}/"
+        if as_json:
+            print(json.dumps({"url": page, "run": str(folder), "control": control}), flush=True)
+        else:
+            print(page)
+            how = "" if control else ", read-only (--control lets you act)"
+            print(f"shows {folder}{how}; Ctrl-C ends it", flush=True)
         try:
             await ending.wait()
         finally:

@@ -5,39 +5,46 @@ from typing import Annotated
 
 import typer
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One value; may be repeated.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+from pearl_rl.cli.options import AsJson, Overrides, scenarios
+
 RunDir = Annotated[Path | None, typer.Argument(help="Run folder; default: the newest in runs.")]
 OfRun = Annotated[Path | None, typer.Option("--run", metavar="RUN_DIR", help="Run folder; default: newest in runs.")]
-Ids = Annotated[list[int], typer.Argument(metavar="WORKER…", help="Numbers of workers, as `workers list` shows them.")]
+Ids = Annotated[list[int], typer.Argument(metavar="WORKER", help="Numbers of workers, as `workers list` shows them.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(report)
-    app.command()(timeline)
-    app.command()(replay)
-    app.command("what-if")(what_if)
-    for look in (status, top, dashboard, pin, unpin, freeze, apply):
-        app.command()(look)
+    app.command(short_help="Write one HTML page of a run, or one that compares several.")(report)
+    app.command(short_help="Write a run as a trace for Perfetto.")(timeline)
+    app.command(short_help="Replay a recorded run in the simulator, also changed.")(replay)
+    app.command("what-if", short_help="Sweep a setting over a scenario or a recorded run.")(what_if)
+    app.command(short_help="Print what a run looks like now.")(status)
+    app.command(short_help="Watch a run in the terminal until it ends.")(top)
+    app.command(short_help="Show a run as a local web page that follows it.")(dashboard)
+    app.command(short_help="Hold a running job at a configuration.")(pin)
+    app.command(short_help="Let the policy of a running job choose again.")(unpin)
+    app.command(short_help="Hold a running job at what it has now.")(freeze)
+    app.command(short_help="Lead a running job to the target of a plan or decision.")(apply)
     workers_app = typer.Typer(rich_markup_mode=None, help="List the workers of a run, fence them off, or drain them.")
-    workers_app.command("list")(list_workers)
-    for act in (cordon, uncordon, drain):
-        workers_app.command()(act)
+    workers_app.command("list", short_help="List the workers of a run.")(list_workers)
+    workers_app.command(short_help="Fence workers off: they leave in order.")(cordon)
+    workers_app.command(short_help="Put workers that were fenced off back into service.")(uncordon)
+    workers_app.command(short_help="Fence workers off, and wait until they are gone.")(drain)
     app.add_typer(workers_app, name="workers")
 
 
 def register_config(config_app: typer.Typer) -> None:
     """Add what belongs to `pearl-rl config`."""
-    config_app.command("diff")(config_diff)
+    config_app.command("diff", short_help="Print what two configurations have different.")(config_diff)
 
 
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR…", help="Run folders; several are compared.")],
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Run folders; several are compared.")],
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="HTML file; default: report.html in the folder.")
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder that gets each plot as an SVG file.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page of a run: outcome, plots, decisions with what lost, diagnosis.
 
@@ -45,7 +52,7 @@ def report(
     """
     from pearl_rl.cli.report import write_report
 
-    raise typer.Exit(int(write_report(run_dirs, out=out, plots=plots)))
+    raise typer.Exit(int(write_report(run_dirs, out=out, plots=plots, as_json=as_json)))
 
 
 def timeline(
@@ -54,6 +61,7 @@ def timeline(
     detail: Annotated[str, typer.Option(help="control, requests (and who served each), or all (and trajectories).")] = (
         "all"
     ),
+    as_json: AsJson = False,
 ) -> None:
     """Write a run as a trace for ui.perfetto.dev or chrome://tracing.
 
@@ -61,7 +69,7 @@ def timeline(
     """
     from pearl_rl.cli.report import write_trace
 
-    raise typer.Exit(int(write_trace(run_dir, out, detail)))
+    raise typer.Exit(int(write_trace(run_dir, out, detail, as_json=as_json)))
 
 
 def replay(
@@ -81,7 +89,10 @@ def replay(
 
 
 def what_if(
-    source: Annotated[str, typer.Argument(help="Bundled scenario, TOML file, or the folder of a recorded run.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="Bundled scenario, TOML file, or the folder of a recorded run.", autocompletion=scenarios),
+    ],
     vary: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=A,B,…", help="Values to try, or FROM:TO:STEP; several options make a grid."),
@@ -124,6 +135,7 @@ def top(
     run_dir: RunDir = None,
     every: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once, as status does.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a look, each on a line.")] = False,
 ) -> None:
     """Watch a run in the terminal until it ends.
 
@@ -131,7 +143,7 @@ def top(
     """
     from pearl_rl.cli import operate
 
-    raise typer.Exit(int(operate.top(run_dir, every_s=every, once=once)))
+    raise typer.Exit(int(operate.top(run_dir, every_s=every, once=once, as_json=as_json)))
 
 
 def dashboard(
@@ -141,6 +153,7 @@ def dashboard(
         "127.0.0.1"
     ),
     control: Annotated[bool, typer.Option("--control", help="Let whoever has the printed address act.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as one JSON object.")] = False,
 ) -> None:
     """Show a run as a local web page that follows it, read-only unless told otherwise.
 
@@ -148,7 +161,7 @@ def dashboard(
     """
     from pearl_rl.cli import operate
 
-    raise typer.Exit(int(operate.dashboard(run_dir, host=host, port=port, control=control)))
+    raise typer.Exit(int(operate.dashboard(run_dir, host=host, port=port, control=control, as_json=as_json)))
 
 
 def pin(

@@ -5,20 +5,21 @@ from typing import Annotated
 
 import typer
 
+from pearl_rl.cli.options import AsJson, Plain
+
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command()(resume)
-    app.command("replay-journal")(replay_journal)
+    app.command(short_help="Go on with a run whose control plane ended.")(resume)
+    app.command("replay-journal", short_help="Say from a run's journal why each decision was taken.")(replay_journal)
 
 
 def resume(
     run_dir: RunDir,
     as_json: AsJson = False,
-    plain: Annotated[bool, typer.Option(help="Plain lines instead of a live view.")] = False,
+    plain: Plain = False,
 ) -> None:
     """Go on with a run whose control plane ended: killed, stopped, or the machine with it.
 
@@ -38,7 +39,7 @@ def replay_journal(
         int | None, typer.Option("--at", metavar="N", help="Stop before record N; default: all records.")
     ] = None,
     as_json: AsJson = False,
-    explain: Annotated[bool, typer.Option(help="Show every candidate of each decision.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show every candidate of each decision.")] = False,
 ) -> None:
     """Derive a state of a run again from its journal, and say why each decision was taken. Changes nothing.
 

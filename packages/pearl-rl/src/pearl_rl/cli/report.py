@@ -1,14 +1,19 @@
 """`pearl-rl report`: a run's folder as one page, and its plots as SVG files."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pearl_rl.errors import CommandError, ExitCode
+
+if TYPE_CHECKING:
+    from pearl_rl.report.run_record import RunRecord
 
 PAGE = "report.html"
 
 
-def write_report(run_dirs: Sequence[Path], *, out: Path | None, plots: Path | None) -> ExitCode:
+def write_report(run_dirs: Sequence[Path], *, out: Path | None, plots: Path | None, as_json: bool) -> ExitCode:
     """Write the page of one run, or one that compares several, to `out` (default: `report.html` in the first folder).
 
     `plots` is a folder that gets each plot as an SVG file. Raises `CommandError`.
@@ -20,29 +25,42 @@ def write_report(run_dirs: Sequence[Path], *, out: Path | None, plots: Path | No
     page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs, f"{len(runs)} runs compared")
     target = out or run_dirs[0] / PAGE
     write_text(target, page)
-    print(f"wrote {target} ({len(page) / 1024:.0f} KiB)")
+    drawn = [] if plots is None else _write_plots(runs, plots)
+    if as_json:
+        print(json.dumps({"page": str(target), "plots": [str(path) for path in drawn]}))
+        return ExitCode.OK
+    print(f"wrote {target} ({len(page.encode()) / 1024:.0f} KiB); open it in a browser")
     if plots is not None:
-        from pearl_rl.report.standalone import standalone_plots
-
-        for run, path in zip(runs, run_dirs, strict=True):
-            prefix = f"{path.resolve().name}-" if len(runs) > 1 else ""
-            for name, text in standalone_plots(run):
-                write_text(plots / f"{prefix}{name}.svg", text)
-        print(f"wrote plots to {plots}")
+        print(f"wrote {len(drawn)} plots to {plots}")
     return ExitCode.OK
 
 
+def _write_plots(runs: "Sequence[RunRecord]", folder: Path) -> list[Path]:
+    """Each plot of each run as an SVG file; returns the files."""
+    from pearl_rl.report.standalone import standalone_plots
+
+    files = []
+    for run in runs:
+        prefix = f"{run.path.resolve().name}-" if len(runs) > 1 else ""
+        for name, text in standalone_plots(run):
+            files.append(folder / f"{prefix}{name}.svg")
+            write_text(files[-1], text)
+    return files
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole. Raises `CommandError` where it cannot be written."""
+    """Write the whole file or none of it. Raises `CommandError` where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        scratch = path.with_name(f".{path.name}.part")
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CommandError(f"{path}: cannot be written ({reason}); choose another file") from None
 
 
-def write_trace(run_dir: Path, out: Path, detail: str) -> ExitCode:
+def write_trace(run_dir: Path, out: Path, detail: str, *, as_json: bool) -> ExitCode:
     """Write the trace of a run. Raises `CommandError`."""
     from pearl_rl.report.timeline import Detail, write_timeline
 
@@ -53,5 +71,8 @@ def write_trace(run_dir: Path, out: Path, detail: str) -> ExitCode:
         count = write_timeline(run_dir, out, Detail(detail))
     except OSError as error:
         raise CommandError(f"{out}: cannot be written ({error.strerror}); choose another file") from None
-    print(f"wrote {out} ({count:,} events); open it at ui.perfetto.dev")
+    if as_json:
+        print(json.dumps({"trace": str(out), "events": count}))
+    else:
+        print(f"wrote {out} ({count:,} events); open it at ui.perfetto.dev")
     return ExitCode.OK

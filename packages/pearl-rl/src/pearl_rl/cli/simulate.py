@@ -4,10 +4,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 from pearl_executor.virtual_time import SimulationDeadlockError
+from pearl_rl.cli.compared import print_rows, row_of
 from pearl_rl.cli.recordings import Recordings
 from pearl_rl.errors import CommandError, ExitCode, SettingsError
 
@@ -55,7 +55,9 @@ def run_simulation(
     if as_json:
         print(json.dumps(_document(plans[0], results, full=full), allow_nan=False))
     else:
-        _print_table(plans[0], results)
+        first = plans[0]
+        rows = [row_of(name, group) for name, group in results.items()]
+        print_rows(f"{first.name}: {first.model} on {first.gpu}, {first.tp} GPUs a worker", rows, rows[0])
     recorder.finish(plans[0].name)
     return ExitCode.OK
 
@@ -94,37 +96,3 @@ def _document(scenario: "Scenario", results: "dict[str, list[SimulationResult]]"
         "gpu": scenario.gpu,
         "results": [result.to_json(full=full) for group in results.values() for result in group],
     }
-
-
-def _print_table(scenario: "Scenario", results: "dict[str, list[SimulationResult]]") -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.width = max(console.width, 110)
-    console.print(f"{scenario.name}: {scenario.model} on {scenario.gpu}, {scenario.tp} GPUs a worker")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    columns = ("policy", "tokens/s", "of first", "steps", "rollout s", "training s", "prediction off", "borrows")
-    for name in (*columns, "expansions", "switches"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    base = 0.0
-    for name, group in results.items():
-        rates = [result.throughput for result in group]
-        base = base or fmean(rates)
-        spread = f" ± {stdev(rates):,.0f}" if len(rates) > 1 else ""
-        errors = [e for e in (result.prediction_error for result in group) if e is not None]
-        counts = [result.counts for result in group]
-        table.add_row(
-            name,
-            f"{fmean(rates):,.0f}{spread}",
-            f"{fmean(rates) / base:.3f}" if base else "",
-            f"{fmean([len(r.steps) for r in group]):g}",
-            f"{fmean([r.rollout_s for r in group]):.1f}",
-            f"{fmean([r.training_s for r in group]):.1f}",
-            f"{fmean(errors):.1%}" if errors else "",
-            f"{fmean([c.borrows for c in counts]):g}",
-            f"{fmean([c.expansions for c in counts]):g}",
-            f"{fmean([c.mode_switches + c.ratio_switches for c in counts]):g}",
-        )
-    console.print(table)

@@ -45,8 +45,7 @@ def _ended(run: RunRecord) -> Iterator[Finding]:
 
 
 def _integrity(run: RunRecord) -> Iterator[Finding]:
-    counts = run.summary or {}
-    counts = counts.get("counts", counts)
+    counts = run.counts
     lost, stale = counts.get("lost_trajectories", 0), counts.get("stale_served", 0)
     if run.steps:
         lost = max(lost, run.steps[-1]["lost_trajectories"])

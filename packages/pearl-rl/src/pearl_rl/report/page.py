@@ -97,8 +97,7 @@ def _head(run: RunRecord) -> str:
 
 def tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     """(key, value, meaning) of the outcome."""
-    steps, summary = run.steps, run.summary or {}
-    counts: Mapping[str, Any] = summary.get("counts", summary)
+    steps, counts = run.steps, run.counts
     shown = [("throughput", number(run.throughput), "tokens/s"), ("steps", str(len(steps)), "steps")]
     if steps and not run.simulated:
         rewards = [step["reward_mean"] for step in steps]
@@ -373,7 +372,7 @@ def _comparison(runs: Sequence[RunRecord]) -> str:
     for run in runs:
         wape = "" if run.wape is None else f"{run.wape:.1%}"
         relative = f"{run.throughput / base:.3f}" if base else ""
-        counts = (run.summary or {}).get("counts", {})
+        counts = run.counts
         cells = (
             number(run.throughput),
             relative,

@@ -78,6 +78,13 @@ class RunRecord:
     end_s: float = 0.0
 
     @property
+    def counts(self) -> Mapping[str, int]:
+        """Borrows, switches and the like by name; empty where there is no summary. A simulation nests them."""
+        summary = self.summary or {}
+        counts: Mapping[str, int] = summary.get("counts", summary)
+        return counts
+
+    @property
     def wape(self) -> float | None:
         """WAPE of predicted against measured makespans; None where nothing was predicted."""
         pairs = [(s["rollout_s"], s["predicted_rollout_s"]) for s in self.steps if s["predicted_rollout_s"] is not None]

@@ -1,0 +1,30 @@
+"""Options that several commands share, and what a shell completes."""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[Path | None, typer.Argument(help="TOML file with what differs from the default job.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, like train.seed=1; may be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
+
+
+FRAMEWORKS = ("verl", "slime", "roll", "areal")
+"""Frameworks whose configurations `import` reads and `export` writes."""
+
+
+def frameworks(incomplete: str) -> list[str]:
+    """Names that begin like `incomplete`."""
+    return [name for name in FRAMEWORKS if name.startswith(incomplete)]
+
+
+def scenarios(incomplete: str) -> list[str]:
+    """Bundled scenarios that begin like `incomplete`."""
+    found = (files("pearl_rl.simulation") / "data" / "scenarios").iterdir()
+    return sorted(name for file in found if (name := file.name.removesuffix(".toml")).startswith(incomplete))
