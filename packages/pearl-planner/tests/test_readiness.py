@@ -12,15 +12,16 @@ from pearl_planner.readiness import (
     BufferReadiness,
     RankSplit,
     ReadinessSettings,
-    ScalingReason,
     consumption_deficit,
     decide_scaling,
     generation_deficit,
+    lends,
     scaling_plan,
 )
 from pearl_planner.ref_actor import RefActorMode
 from pearl_planner.transition import PlanError, WorkerCosts, verify_plan
 from pearl_state.configuration import Configuration
+from pearl_state.decision import ScalingReason
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.plan import PlanId
 from pearl_state.roles import Role, Zone
@@ -182,3 +183,16 @@ def test_a_trainer_that_waits_for_each_micro_batch_starves() -> None:
     assert (made.reason, made.split) == (ScalingReason.GENERATION_DEFICIT, RankSplit(rollout=5, actor=3))
     assert decide_scaling(replace(slow, micro_batch_s=6.0), SPLIT, SETTINGS).split == SPLIT
     assert decide_scaling(replace(slow, ras=1), SPLIT, SETTINGS).split == SPLIT
+
+
+# ---- what it means for lending --------------------------------------------------------------------------------------
+
+
+def test_a_deficit_decides_on_lending_and_balance_leaves_it_to_the_gate() -> None:
+    assert lends(None) is None
+    assert lends(ScalingReason.BALANCED) is None
+    assert lends(ScalingReason.CONSUMPTION_DEFICIT) is False
+    assert all(
+        lends(reason) is True
+        for reason in (ScalingReason.COLD_START, ScalingReason.EVALUATION, ScalingReason.GENERATION_DEFICIT)
+    )

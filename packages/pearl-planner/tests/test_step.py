@@ -11,6 +11,7 @@ from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_state import events
 from pearl_state.configuration import Configuration
+from pearl_state.decision import ScalingReason
 from pearl_state.effects import (
     ApplyStage,
     CancelGroup,
@@ -215,6 +216,30 @@ def test_a_gate_that_says_no_lends_nothing() -> None:
     world.post(events.RolloutBegan(now_s=1.0, step=1, batch=64))
     world.settle()
     assert len(world.state.table.active()) == 2
+
+
+def readiness(at_s: float, reason: ScalingReason) -> events.ReadinessMeasured:
+    return events.ReadinessMeasured(now_s=at_s, step=1, reason=reason, volume=64, ready=0)
+
+
+def test_training_that_waits_for_data_lends_against_the_gate_and_data_that_waits_keeps_it_from_lending() -> None:
+    dear = World(start(Borrowing.GATED))
+    dear.state = replace(dear.state, toggle_costs=replace(dear.state.toggle_costs, activation_s=1e6))
+    cheap = World(start(Borrowing.GATED))
+    for world, reason, workers in (
+        (dear, ScalingReason.GENERATION_DEFICIT, 4),
+        (cheap, ScalingReason.CONSUMPTION_DEFICIT, 2),
+    ):
+        world.post(offer(10, 11, tenure=Tenure.RESERVED))
+        world.settle()
+        world.post(readiness(1.0, reason))
+        world.post(events.RolloutBegan(now_s=2.0, step=1, batch=64))
+        world.settle()
+        assert len(world.state.table.active()) == workers
+    # In balance it is the gate's to say again.
+    cheap.post(readiness(3.0, ScalingReason.BALANCED))
+    cheap.settle()
+    assert len(cheap.state.table.active()) == 4
 
 
 def test_reclaimed_workers_leave_routing_in_the_same_instant_and_their_gpus_go_back() -> None:

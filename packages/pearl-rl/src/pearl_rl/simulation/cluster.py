@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ from pearl_rl.simulation.meter import COUNTERS
 from pearl_rl.simulation.oracle import MOST_WORKERS, OraclePolicy, first_batches
 from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, SimulationResult
 from pearl_rl.simulation.parameters import Parameters, load_parameters
-from pearl_rl.simulation.policies import injection, policy_setup, straggler_patience
+from pearl_rl.simulation.policies import injection, policy_setup, readiness, straggler_patience, task_gate
 from pearl_rl.simulation.prior import platform_prior, workload_prior
 from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
@@ -53,7 +53,8 @@ from pearl_rl.simulation.training import SimulatedTrainer, SimulatedWeights
 from pearl_rl.simulation.watch import Watch
 from pearl_rl.simulation.workload import SimulatedTasks, Workload
 from pearl_state.configuration import Configuration
-from pearl_state.events import WorkerFailed
+from pearl_state.effects import Effect
+from pearl_state.events import Event, WorkerFailed
 from pearl_state.roles import Tenure
 from pearl_state.worker import Worker
 
@@ -103,6 +104,8 @@ class SimulatedCluster:
     ) -> None:
         self.scenario = scenario
         self.folder = folder
+        self.on_control: list[Callable[[Event, ElasticState, tuple[Effect, ...]], None]] = []
+        """Who else wants to see each step of the core."""
         self.parameters = parameters or load_parameters(scenario.parameters, scenario.model)
         try:
             self.model: ModelSpec = find_model(scenario.model)
@@ -194,18 +197,20 @@ class SimulatedCluster:
             on_fault=on_fault,
             lifecycle=trace,
         )
+        batching = task_gate(scenario, router, self.limits.kv_tokens, trace)
         watch = Watch(predicted_makespan_s, loop.time)
+        watch.recorders += self.on_control
         observer: Observer = watch
         keep: dict[str, Any] = {}
         if folder is not None:
-            recording = SimulationRecording(folder, predicted_makespan_s, loop.time, router.loads)
+            recording = SimulationRecording(folder, predicted_makespan_s, loop.time, router.loads, trace)
             watch.recorders.append(recording.on_control)
             observer, keep = Observers(watch, recording), {"on_trajectory": recording.on_trajectory}
         state = self._initial_state()
         scheduler = ElasticScheduler(
             state,
             executor=ElasticExecutor(runtime, trainer, weights, Limits(), watch.on_action),
-            routing=router,
+            routing=batching or router,
             training=gate,
             returned=source.returned,
             on_step=watch.on_control,
@@ -238,6 +243,8 @@ class SimulatedCluster:
             observer=observer,
             predicted_s=watch.predicted_step_s,
             lifecycle=trace,
+            batching=batching,
+            readiness=readiness(scenario, scheduler.post),
             **keep,
         )
 

@@ -1,7 +1,7 @@
 """The policies that a simulation compares, as settings of the one control plane."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pearl_executor.availability import TraceRow
@@ -9,11 +9,19 @@ from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing
 from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa
 from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed, pearl, static_pd
+from pearl_planner.readiness import BatchInterval, ReadinessSettings
 from pearl_planner.switching import SwitchCosts
+from pearl_planner.task_batching import PriorityWeights
 from pearl_rl.own_policy import own_policy
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import Injection
+from pearl_rl.rollout.readiness import ReadinessMonitor
+from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.task_batcher import TaskBatchingSettings
+from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits
 from pearl_rl.simulation.scenario import Scenario
 from pearl_state.configuration import Configuration
+from pearl_state.events import Event
 from pearl_state.roles import Mode
 
 
@@ -57,11 +65,47 @@ def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRo
 _TIDERL = "+tiderl"
 
 
+def _with_tiderl(scenario: Scenario) -> bool:
+    return scenario.policy.name.split("+")[-1] == "tiderl"
+
+
 def injection(scenario: Scenario) -> Injection:
     """When groups are dispatched: as the scenario says, else as its policy does."""
     if scenario.rollout.injection:
         return Injection(scenario.rollout.injection)
-    return Injection.CONTINUOUS if scenario.policy.name.split("+")[-1] == "tiderl" else Injection.BATCH
+    return Injection.CONTINUOUS if _with_tiderl(scenario) else Injection.BATCH
+
+
+def task_gate(
+    scenario: Scenario, router: Router, kv_tokens: int, lifecycle: LifecycleTrace | None = None
+) -> TaskGate | None:
+    """Continuous task batching in front of `router`, whose workers hold `kv_tokens` each; None where it is off."""
+    rollout = scenario.rollout
+    if rollout.task_batching == "off" or (rollout.task_batching == "auto" and not _with_tiderl(scenario)):
+        return None
+    context = scenario.workload.max_context_tokens
+    limits = TaskGateLimits(
+        kv_tokens=kv_tokens,
+        # One trajectory must fit, or it would wait for ever.
+        budget_fraction=max(rollout.kv_budget_fraction, min(1.0, context / kv_tokens)),
+        growth_tokens=context,
+        wait_s=30 * 86_400.0,
+    )
+    batching = TaskBatchingSettings(
+        probe_tokens=context,
+        group_size=rollout.group_size,
+        weights=PriorityWeights(context_scale_tokens=context),
+    )
+    return TaskGate(router, limits, batching, lifecycle=lifecycle)
+
+
+def readiness(scenario: Scenario, post: Callable[[Event], None]) -> ReadinessMonitor | None:
+    """Measures how ready the data is at each update; None where that moves nothing."""
+    rollout = scenario.rollout
+    if rollout.readiness == "off" or (rollout.readiness == "auto" and not _with_tiderl(scenario)):
+        return None
+    settings = ReadinessSettings(batch=BatchInterval(minimum=rollout.batch, ideal=rollout.batch))
+    return ReadinessMonitor(settings, group_size=rollout.group_size, post=post)
 
 
 _PATIENCE = 0.1
@@ -71,7 +115,7 @@ def straggler_patience(scenario: Scenario) -> float:
     """How long an update waits for samples that it would make too old, in mean step times."""
     chosen = scenario.rollout.straggler_patience
     if chosen is None:
-        chosen = _PATIENCE if scenario.policy.name.split("+")[-1] == "tiderl" else 0.0
+        chosen = _PATIENCE if _with_tiderl(scenario) else 0.0
     return chosen or math.inf
 
 

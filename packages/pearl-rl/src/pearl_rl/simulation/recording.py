@@ -6,6 +6,7 @@ from pearl_planner.elastic import ElasticState
 from pearl_rl.control.recorder import Recorder
 from pearl_rl.encoding import encode
 from pearl_rl.observer import SilentObserver, StepRecord
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.run_folder import RunFolder
 from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect
@@ -23,8 +24,11 @@ class SimulationRecording(SilentObserver):
         makespan_s: Callable[[ElasticState, Configuration], float | None],
         now_s: Callable[[], float],
         loads: Callable[[], Mapping[WorkerId, float]],
+        lifecycle: LifecycleTrace | None = None,
     ) -> None:
         self.folder = folder
+        if lifecycle is not None:
+            lifecycle.listeners.append(folder.record_phase)
         self._recorder = Recorder(folder, SilentObserver(), makespan_s, now_s, loads)
 
     def on_control(self, event: Event, state: ElasticState, effects: tuple[Effect, ...]) -> None:

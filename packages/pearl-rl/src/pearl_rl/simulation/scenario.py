@@ -77,6 +77,17 @@ class RolloutSection(Section):
         description="mean step times that an update waits for stragglers before it gives them up; 0: as long as "
         "needed; unset: 0.1 for policies with tiderl",
     )
+    task_batching: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="whether a turn waits until its trajectory may keep its KV; auto: for policies with tiderl",
+    )
+    kv_budget_fraction: float = Field(
+        default=0.9, gt=0, le=1, description="part of a worker's KV that trajectories under way may hold, with batching"
+    )
+    readiness: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="whether the readiness of data says if training GPUs are lent; auto: for policies with tiderl",
+    )
 
 
 class WorkloadSection(Section):
