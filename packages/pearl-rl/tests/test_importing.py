@@ -265,6 +265,11 @@ def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
+def test_what_a_script_is_given_belongs_to_no_flag() -> None:
+    flat = slime.flags('python train.py --lr 1e-6 --use-kl-loss --kl-loss-coef 0.01 "$@"')
+    assert flat == {"lr": "1e-6", "use-kl-loss": "true", "kl-loss-coef": "0.01"}
+
+
 @pytest.mark.parametrize(
     ("value", "gpus"),
     [

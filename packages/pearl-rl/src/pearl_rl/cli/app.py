@@ -232,6 +232,23 @@ def import_(
     raise typer.Exit(int(code))
 
 
+@app.command(short_help="Turn our settings into another framework's configuration.")
+def export(
+    framework: Annotated[str, typer.Argument(help="verl, slime, roll or areal.", autocompletion=frameworks)],
+    config: Config = None,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; default: print.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn our settings into another framework's configuration, and name what has no counterpart there.
+
+    Example: pearl-rl export roll job.toml -o agentic.yaml
+    """
+    from pearl_rl.cli.exporting import run_export
+
+    raise typer.Exit(int(run_export(framework, config, overrides or [], output=output, as_json=as_json)))
+
+
 @config_app.command(short_help="Print the resolved settings, each with its origin.")
 def show(config: Config = None, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the resolved settings, each with its origin.

@@ -18,6 +18,7 @@ _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*
 _ARRAY = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=\(")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SPREAD = re.compile(r"^\$\{([A-Za-z_]\w*)\[[@*]\]\}$")
+_REST: Final = frozenset({"$@", "$*", "${@}", "${*}"})
 _OPERATORS: Final[Mapping[type, Callable[[int, int], int]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -98,6 +99,9 @@ class _Reader:
     def _words(self, text: str) -> list[str]:
         words: list[str] = []
         for word in _split(text):
+            if word in _REST:
+                # What the script itself is given: nothing, where it is run as it stands.
+                continue
             spread = _SPREAD.match(word)
             if spread:
                 words += self._arrays.get(spread[1], [])

@@ -1,0 +1,50 @@
+"""AReaL: the YAML configuration of an experiment."""
+
+from pearl_rl.exporting.result import Exported, check_batch, copied, held, model_path, yaml_text
+from pearl_rl.settings.root import Settings
+
+
+def mapped(settings: Settings) -> Exported:
+    """Our settings as AReaL's keys."""
+    out = Exported("areal")
+    cluster, train = settings.cluster, settings.train
+    model_path(out, settings, "actor.path")
+    size = cluster.gpus_per_worker
+    serve = f"sglang:d{cluster.reserved_rollout_gpus // size}p1t{size}"
+    ours = ("cluster.reserved_rollout_gpus", "cluster.gpus_per_worker", "cluster.training_gpus")
+    out.put("allocation_mode", f"{serve}+d{cluster.training_gpus}p1t1", *ours)
+    if cluster.borrowing != "off":
+        out.drop("cluster.borrowing", "AReaL does not lend training GPUs to rollout")
+    if held(out, settings) is not None:
+        out.drop("planner.configuration", "AReaL's engines are colocated")
+        out.drop("planner.policy", "AReaL's engines are colocated")
+    check_batch(out, settings)
+    pairs = [
+        ("train.groups_per_step", "train_dataset.batch_size"),
+        ("train.group_size", "gconfig.n_samples"),
+        ("train.minibatches", "actor.ppo_n_minibatches"),
+        ("model.max_context_tokens", "gconfig.max_tokens"),
+        ("rollout.max_new_tokens", "gconfig.max_new_tokens"),
+        ("rollout.temperature", "gconfig.temperature"),
+        ("rollout.top_p", "gconfig.top_p"),
+        ("rollout.max_turns", "econfig.max_steps"),
+        ("train.max_staleness_versions", "rollout.max_head_offpolicyness"),
+        ("train.learning_rate", "actor.optimizer.lr"),
+        ("train.weight_decay", "actor.optimizer.weight_decay"),
+        ("train.max_gradient_norm", "actor.optimizer.gradient_clipping"),
+        ("train.clip_low", "actor.eps_clip"),
+        ("train.kl_coefficient", "actor.kl_ctl"),
+        ("train.micro_batch_tokens", "actor.mb_spec.max_tokens_per_mb"),
+        ("run.steps", "total_train_steps"),
+        ("run.seed", "seed"),
+        ("train.checkpoint_every_steps", "saver.freq_steps"),
+    ]
+    copied(out, settings, pairs)
+    if train.clip_high != train.clip_low:
+        out.drop("train.clip_high", f"AReaL clips both sides alike, at train.clip_low = {train.clip_low}")
+    return out
+
+
+def text(out: Exported, source: str) -> str:
+    """A YAML document."""
+    return yaml_text(out, f"# From {source}, by pearl-rl export areal.\n")
