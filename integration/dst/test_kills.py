@@ -24,9 +24,9 @@ def script(kill=None, **changes) -> Script:
 
 
 def final(report):
-    """Samples used, played for it (but for those that failed, and those too old after steps were lost), lost."""
-    counts = report.outcome.counts
-    return counts.used, counts.dispatched - counts.failed - counts.rejected, counts.lost, counts.in_flight
+    """Versions made, samples used, played for it (but for those that failed), too old, lost."""
+    outcome, counts = report.outcome, report.outcome.counts
+    return outcome.version, counts.used, counts.dispatched - counts.failed, counts.rejected, counts.lost
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 2])
@@ -37,7 +37,6 @@ def test_a_kill_at_any_of_the_first_sixty_writes_changes_no_final_count(torn: bo
     for write in range(60):
         report = play(script(kill=(write, torn), checkpoint_every=checkpoint_every))
         assert final(report) == final(whole), f"killed at write {write}"
-        assert checkpoint_every > 1 or report.outcome.counts.rejected == 0
         lives += report.lives
     assert lives >= 60 * 1.9, "most of these kills must hit"
 
@@ -52,4 +51,4 @@ def test_a_run_that_is_killed_again_and_again_still_ends_with_the_same_counts() 
 def test_a_snapshot_at_every_other_record_gives_the_same_run() -> None:
     for write in range(0, 60, 7):
         report = play(script(kill=(write, True), snapshot_every=2))
-        assert final(report)[0] == 20
+        assert final(report)[:2] == (5, 20)

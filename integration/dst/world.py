@@ -14,7 +14,7 @@ from dst.script import Op, Script
 from pearl_executor.calls import Action
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.limits import Limits
-from pearl_executor.ports import GenerateRequest, GenerateResult, OnChunk, WorkerError
+from pearl_executor.ports import GenerateRequest, GenerateResult, OnChunk, WeightSnapshot, WorkerError
 from pearl_executor.testing import FakeTraining, FakeWeights, FakeWorkers, Fault, FaultScript
 from pearl_executor.virtual_time import run_virtual
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
@@ -162,12 +162,12 @@ class Tracker:
 
 
 class Disk(MemoryStorage):
-    """What survives everything: the journal and the checkpoints. It stands still in the moment of a kill."""
+    """What survives everything: the journal and published weights. It stands still in the moment of a kill."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.checkpoints: list[tuple[int, int, dict[str, int]]] = [(0, 0, {})]
-        """Completed step, weight version, and which sample was trained on in which version."""
+        self.published: tuple[int, int, dict[str, int]] = (0, 0, {})
+        """Of the newest weights: step, version, and which sample was trained on in which version."""
         self.writes_left: int | None = None
         self.torn = False
         self.dead = False
@@ -190,9 +190,9 @@ class Disk(MemoryStorage):
         if not self.dead:
             super().sync(segment)
 
-    def checkpoint(self, step: int, version: int, trained: dict[str, int]) -> None:
+    def publish(self, version: int, trained: dict[str, int]) -> None:
         if not self.dead:
-            self.checkpoints.append((step, version, dict(trained)))
+            self.published = (version, version, dict(trained))
 
     def revive(self) -> None:
         """The next control plane finds what was durable, and of a torn write a part."""
@@ -212,7 +212,7 @@ class Machine:
         self.weights = FakeWeights()
         self.games = Games()
         self.trainer_faults: deque[str] = deque()
-        self.step, self.version, self.trained = disk.checkpoints[-1]
+        self.step, self.version, self.trained = disk.published
         self.trained = dict(self.trained)
         self.held: dict[GpuId, Tenure] = {}
         """GPUs that the provider lets us use."""
@@ -336,7 +336,7 @@ class Life:
         self.journal = RunJournal(machine.disk, self.before, rollout, snapshot_every=script.snapshot_every)
         self.resumed = not self.journal_is_new
         if self.resumed:
-            self.journal.note(RolloutResumed(completed=machine.step, content=self.content, version=machine.version))
+            self.journal.note(RolloutResumed(completed=machine.step))
         self.scheduler = ElasticScheduler(
             self.before,
             executor=self.answers,
@@ -366,7 +366,7 @@ class Life:
             ),
             tasks=machine.games,
             trainer=Trainer(machine),
-            publish=lambda snapshot: machine.weights.publish(snapshot.version),
+            publish=self.publish,
             gate=self.gate,
             post=self.scheduler.post,
             tracker=Tracker(),
@@ -392,19 +392,23 @@ class Life:
             state = initial_state(settings=settings, workload=WORKLOAD, platform=PLATFORM, training_gpus=2)
             return Recovered(replace(state, calibrated=True), RolloutLedger())
         recovered = recover(machine.disk, settings)
-        self.content = machine.version
-        machine.version = max(machine.version, recovered.state.table.target_version) + 1
-        machine.weights.publish(machine.version)
+        known = recovered.state.table.target_version
+        require(known <= machine.version, "monotonic_versions", f"{known} was served, {machine.version} is published")
+        if machine.version:
+            machine.weights.publish(machine.version)
         return recovered
+
+    async def publish(self, snapshot: WeightSnapshot) -> None:
+        """Make weights durable, which takes its time, and then known."""
+        machine = self.machine
+        await asyncio.sleep(0.2)
+        machine.disk.publish(snapshot.version, machine.trained)
+        machine.weights.publish(snapshot.version)
 
     async def checkpoint(self, step: int) -> None:
         if step % self.script.checkpoint_every and step != self.script.steps:
             return
         await asyncio.sleep(0.5)
-        machine = self.machine
-        machine.disk.checkpoint(step, machine.version, machine.trained)
-        self.journal.checkpointed(step, machine.version)
-        await self.journal.commit()
 
     # ---- what the control plane tells ------------------------------------------------------------------------------
 
@@ -606,7 +610,7 @@ def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOut
     require(done == script.steps, "all_steps", f"{done} of {script.steps}")
     require(outcome.counts.used == wanted, "all_steps", f"{outcome.counts.used} samples of {wanted}")
     require(len(machine.trained) == wanted, "trained_once", f"{len(machine.trained)} samples of {wanted}")
-    require(outcome.version >= script.steps, "all_steps", f"version {outcome.version} after {script.steps}")
+    require(outcome.version == script.steps, "all_steps", f"version {outcome.version} after {script.steps}")
     check_counts(outcome.counts)
     known = {(row.id, row.incarnation) for row in life.scheduler.state.table.rows.values()}
     stray = [p.owner for p in machine.workers.processes.values() if (p.worker, p.incarnation) not in known]

@@ -1,12 +1,15 @@
 """`resume`, `replay-journal` and the lock of a run folder, on a journal written by hand."""
 
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from pearl_executor.availability import TraceSource
 from pearl_planner.elastic import initial_state
 from pearl_planner.step import step
 from pearl_rl import parts
@@ -128,11 +131,75 @@ def test_what_holds_no_run_or_no_journal_is_refused_in_one_line(tmp_path, run) -
     first.write_bytes(data)
     with pytest.raises(CommandError, match=r"damaged|no snapshot|begins later"):
         list(replayed(folder, 2))
+    with pytest.raises(CommandError, match="holds no complete one, though the run had begun"):
+        resume_run(folder, as_json=False, plain=True)
     for file in (folder / "journal").iterdir():
         file.unlink()
-    (folder / "journal").rmdir()
-    with pytest.raises(CommandError, match="ended before its first record"):
+    complete = folder / "checkpoints" / "step-00000002" / "run.json"
+    complete.parent.mkdir()
+    complete.write_text("{}")
+    with pytest.raises(CommandError, match="holds checkpoints and no journal"):
         resume_run(folder, as_json=False, plain=True)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a torn snapshot", "a first snapshot"])
+def test_a_run_that_ended_before_it_played_anything_begins_anew_with_its_settings(run, monkeypatch, left) -> None:
+    folder, _, state = run
+    shutil.rmtree(folder / "journal")
+    (folder / "model").mkdir()
+    (folder / "events.jsonl").write_text("{}\n")
+    storage = FolderStorage(folder / "journal")
+    if left != "nothing":
+        RunJournal(storage, initial_like(state), RolloutLedger())
+        storage.close()
+    if left == "a torn snapshot":
+        (folder / "journal" / "00000001.journal").write_bytes(b"PJL1torn")
+    before = (folder / "config.resolved.toml").read_bytes()
+    ran = []
+
+    def run_in_folder(job, settings, opened, **_):
+        ran.append((job.keywords["resume"], settings.run.steps))
+        raise CommandError("ran")
+
+    monkeypatch.setattr("pearl_rl.cli.train.run_in_folder", run_in_folder)
+    with pytest.raises(CommandError, match="ran"):
+        resume_run(folder, as_json=False, plain=True)
+    assert ran == [(False, 60)]
+    assert (folder / "config.resolved.toml").read_bytes() == before
+    assert not (folder / "model").exists()
+    assert not (folder / "journal").exists()
+    assert (folder / "events.jsonl").read_bytes() == b""
+
+
+def initial_like(state):
+    """A first state of the same settings."""
+    return initial_state(settings=state.settings, workload=state.workload, platform=state.platform, training_gpus=2)
+
+
+def test_the_time_under_way_is_that_of_all_control_planes_and_of_nothing_between_them(run) -> None:
+    folder, elastic, _ = run
+    storage = FolderStorage(folder / "journal")
+    recovered = recover(storage, elastic)
+    assert recovered.clock == recover(storage, elastic, from_start=True).clock
+    # Events of the fixture are at 1, 2, 3 and 9 s.
+    assert (recovered.clock.now_s, recovered.clock.elapsed_s) == (9.0, 8.0)
+    again = RunJournal(storage, recovered.state, recovered.rollout, recovered.clock)
+    again.append(RunResumed(now_s=500.0, weight_version=0), {})
+    again.append(RolloutBegan(now_s=502.5, step=2, batch=64), {})
+    again._journal.commit_now()
+    assert recover(storage, elastic).clock.elapsed_s == 10.5
+    assert recover(storage, elastic, from_start=True).clock.elapsed_s == 10.5
+
+
+def test_a_trace_goes_on_where_it_was_when_the_run_ended() -> None:
+    settings = load_settings(None, []).settings
+    (whole,) = (s for s in parts.availability(settings)._sources if isinstance(s, TraceSource))
+    later_s = whole.steps[2].t_s + 0.5
+    (rest,) = (s for s in parts.availability(settings, elapsed_s=later_s)._sources if isinstance(s, TraceSource))
+    assert rest.steps[0] == dataclasses.replace(whole.steps[2], t_s=0.0)
+    assert [(row.t_s, row.count) for row in rest.steps[1:]] == [
+        (pytest.approx(row.t_s - later_s), row.count) for row in whole.steps[3:]
+    ]
 
 
 def test_a_second_control_plane_is_refused_and_named_and_the_lock_ends_with_its_process(run) -> None:

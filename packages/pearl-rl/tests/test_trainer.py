@@ -1,6 +1,7 @@
 """Real FSDP2 ranks in real processes: they compute what plain torch does, and nothing outlives a failure."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -277,8 +278,34 @@ def test_versions_never_go_back_over_a_resume(loop, trainer, tmp_path):
     assert loop.run(one.load_checkpoint(tmp_path / "checkpoint")) == 56
     assert one.newest.version == 56
     assert loop.run(one.update(batch(3, version=56))).version == 57
-    assert loop.run(one.load_checkpoint(tmp_path / "checkpoint", published=80)) == 81
-    assert loop.run(one.start()).version == 82
+    assert loop.run(one.start()).version == 58
+
+
+def test_a_trainer_goes_on_from_the_newest_weights_and_keeps_their_version(loop, trainer, tmp_path):
+    """Nothing is trained twice: with a checkpoint of these weights all is as before, with an older one its moments."""
+    steady, store = trainer("steady"), tmp_path / "store"
+    loop.run(steady.start())
+    for step in range(3):
+        if step < 2:
+            loop.run(steady.save_checkpoint(tmp_path / f"after-{step}"))
+        result = loop.run(steady.update(batch(step, version=step)))
+        if step == 1:
+            loop.run(steady.save_checkpoint(tmp_path / "after-2"))
+            shutil.copytree(result.snapshot_path, store)
+            second = dataclasses.replace(steady.newest, uri=str(store))
+    exact, older = trainer("exact"), trainer("older")
+    loop.run(exact.go_on(second, tmp_path / "after-2"))
+    assert (exact.version, exact.newest.uri) == (2, str(store))
+    same = loop.run(exact.update(batch(2, version=2)))
+    assert same.version == 3
+    assert difference(weights(same.snapshot_path), weights(result.snapshot_path)) < 1e-5
+    loop.run(older.go_on(second, tmp_path / "after-1"))
+    near = loop.run(older.update(batch(2, version=2)))
+    assert near.version == 3
+    assert near.metrics.optimizer_steps < same.metrics.optimizer_steps
+    assert difference(weights(near.snapshot_path), weights(result.snapshot_path)) > 1e-5
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        loop.run(trainer("none").go_on(second, store))
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused_before_any_rank_is_touched(loop, trainer, tmp_path):

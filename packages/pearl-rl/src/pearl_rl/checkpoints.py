@@ -1,14 +1,13 @@
 """Checkpoints of a run: the trainer's state, where the rollout stands, and which step comes next.
 
 A checkpoint is a folder `step-00000010` that holds `trainer/` and, written last, `run.json`; without that file it does
-not count. Weight versions continue above all that the run ever published.
+not count.
 """
 
 import asyncio
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +20,8 @@ from pearl_rl.training.rank_group import TrainerError
 _log = logging.getLogger(__name__)
 _RUN: Final = "run.json"
 _TRAINER: Final = "trainer"
+COMPLETE: Final = f"checkpoints/step-*/{_RUN}"
+"""What a run folder with a complete checkpoint has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ def find(source: Path) -> Checkpoint:
     """The newest checkpoint of a run folder, or the checkpoint that `source` itself is. Raises `CommandError`."""
     if (source / _RUN).is_file():
         return _read(source)
-    found = sorted(file.parent for file in source.glob(f"checkpoints/step-*/{_RUN}"))
+    found = sorted(file.parent for file in source.glob(COMPLETE))
     if not found:
         raise CommandError(
             f"run.resume_from = {source}: holds no complete checkpoint; give the folder of a run that has one"
@@ -84,15 +85,12 @@ class CheckpointWriter:
         every: int,
         keep: int,
         last: int,
-        on_complete: Callable[[int, int], None] = lambda _step, _version: None,
     ) -> None:
-        """`on_complete` is told of each complete checkpoint: its step and weight version."""
         self._folder = folder
         self._trainer = trainer
         self._every = every
         self._keep = keep
         self._last = last
-        self._on_complete = on_complete
         self._writing: asyncio.Task[None] | None = None
 
     async def completed(self, step: int, position: Position) -> None:
@@ -103,9 +101,9 @@ class CheckpointWriter:
         if step == self._last or (self._every and step % self._every == 0):
             await self._begin(step, position)
 
-    async def first(self, position: Position) -> None:
-        """Write the state before any step, to its end: a run that is killed early goes on from here."""
-        await self._begin(0, position)
+    async def write(self, step: int, position: Position) -> None:
+        """Write the state after `step`, to its end; before any step, so that a run that is killed early goes on."""
+        await self._begin(step, position)
         await self._settle()
 
     async def _begin(self, step: int, position: Position) -> None:
@@ -140,7 +138,6 @@ class CheckpointWriter:
     async def _complete(self, saving: "asyncio.Task[None]", target: Path, record: dict[str, Any]) -> None:
         await saving
         _finish(target, record)
-        self._on_complete(record["step"], record["version"])
         for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
             shutil.rmtree(old)
 

@@ -43,7 +43,7 @@ from pearl_rl.rollout.recorded_generation import RecordedGeneration
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.tokenizer import TextTokenizer, build_word_tokenizer
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
-from pearl_rl.run_folder import RunFolder
+from pearl_rl.run_folder import METRICS, RunFolder, read_lines
 from pearl_rl.runtimes import open_processes
 from pearl_rl.settings import Settings
 from pearl_rl.summary import TrainSummary
@@ -101,12 +101,22 @@ class _Figures(SilentObserver):
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self.rewards: list[float] = []
+        self._rewards: dict[int, float] = {}
         self.tokens = 0
+
+    def recall(self, completed: int) -> None:
+        """Take in the steps that earlier control planes of this run completed."""
+        lines = read_lines(self._folder.path / METRICS)
+        self._rewards = {int(line["step"]): float(line["reward_mean"]) for line in lines if line["step"] <= completed}
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each step of this run, in order."""
+        return [self._rewards[step] for step in sorted(self._rewards)]
 
     def on_step(self, record: StepRecord) -> None:
         self._folder.record_step(record)
-        self.rewards.append(record.reward_mean)
+        self._rewards[record.step] = record.reward_mean
         self.tokens += record.generated_tokens + record.trained_tokens
 
 
@@ -166,21 +176,43 @@ class _Run:
             threads=settings.train.threads,
         )
         stack.push_async_callback(self._trainer.stop)
-        await self._trainer.start()
         self._weights = WeightStore(folder.weights)
-        if self._resumed is not None:
-            await self._trainer.load_checkpoint(self._resumed.trainer, self._published(self._resumed.version))
-            self._observer.on_message(f"goes on after step {self._resumed.step} of {self._resumed.folder}")
-        await self._publish(self._trainer.newest)
+        self._completed = await self._begin_training()
         runtime = await stack.enter_async_context(
             rollout_runtime(settings, recipe, processes, model_dir, folder.path / "workers", self._on_lost)
         )
         self._wire(runtime, suite, tokenizer, model_dir)
         people = parts.people_gpus(settings)
-        self._source = parts.availability(settings, processes.nodes, people)
+        elapsed_s = 0.0 if self._recovered is None else self._recovered.clock.elapsed_s
+        self._source = parts.availability(settings, processes.nodes, people, elapsed_s=elapsed_s)
         loads, say = self._router.worker_loads, self._observer.on_message
         opened = open_to_people(settings, folder, self._scheduler, loads, gpus=people, say=say)
         await stack.enter_async_context(opened)
+
+    async def _begin_training(self) -> int:
+        """Start the trainer, and publish its weights where they are new. Returns how many steps are made already."""
+        resumed, say = self._resumed, self._observer.on_message
+        if resumed is None:
+            await self._trainer.start()
+            await self._publish(self._trainer.newest)
+            return 0
+        if self._recovered is None:
+            await self._trainer.start()
+            await self._trainer.load_checkpoint(resumed.trainer)
+            say(f"goes on after step {resumed.step} of {resumed.folder}")
+            await self._publish(self._trainer.newest)
+            return resumed.step
+        newest, known = self._weights.newest_version, max(resumed.version, self._recovered.state.table.target_version)
+        if newest is None or newest < known:
+            raise CommandError(
+                f"{self._weights.directory}: holds no weights of version {known}, which this run published; put them "
+                f'back, or begin another run with run.resume_from = "{self._folder.path}"'
+            )
+        await self._trainer.go_on(self._weights.newest(), resumed.trainer)
+        completed = resumed.step + newest - resumed.version
+        self._figures.recall(completed)
+        say(f"goes on after step {completed}, with the optimizer's state after step {resumed.step}")
+        return completed
 
     async def _model(self, forks: ProcessServer, suite: EnvironmentSuite, model_dir: Path) -> TextTokenizer:
         """The tokenizer of the model; a tiny model is built first, from scratch."""
@@ -289,11 +321,9 @@ class _Run:
             every=settings.train.checkpoint_every_steps,
             keep=settings.train.keep_checkpoints,
             last=settings.run.steps,
-            on_complete=self._journal.checkpointed,
         )
         agent = TextAgent(suite.environment, tokenizer, parts.agent_limits(settings), parts.sampling(settings), trace)
         self._evaluation = parts.evaluation(settings, self._router, agent, suite, self._on_evaluated, batching)
-        self._completed = self._resumed.step if self._resumed else 0
         chosen = replace(parts.pipeline_settings(settings), completed_steps=self._completed)
         self._pipeline = pipeline_class(chosen)(
             chosen,
@@ -318,29 +348,26 @@ class _Run:
             readiness=parts.readiness(settings, self._scheduler.post, self._evaluation),
         )
 
-    def _published(self, version: int) -> int:
-        """The highest version that workers of this run may ever have had, at least `version`."""
-        recovered = 0 if self._recovered is None else self._recovered.state.table.target_version
-        return max(version, recovered, self._weights.newest_version or 0)
-
     def _open_journal(self, state: ElasticState) -> RolloutLedger:
         """Begin the journal with `state`, or go on with it. Returns what the rollout goes on with."""
-        resumed, recovered = self._resumed, self._recovered
-        rollout = RolloutLedger() if recovered is None else recovered.rollout
-        if recovered is None and resumed is not None:
-            rollout.position = replace(resumed.position)
-        self._journal = RunJournal(self._storage, state if recovered is None else recovered.state, rollout)
-        if recovered is not None and resumed is not None:
-            completed, content, version = resumed.step, resumed.version, self._trainer.version
-            self._journal.note(RolloutResumed(completed=completed, content=content, version=version))
+        recovered = self._recovered
+        if recovered is not None:
+            self._journal = RunJournal(self._storage, recovered.state, recovered.rollout, recovered.clock)
+            self._journal.note(RolloutResumed(completed=self._completed))
+            return recovered.rollout
+        rollout = RolloutLedger()
+        if self._resumed is not None:
+            rollout.position = replace(self._resumed.position)
+        self._journal = RunJournal(self._storage, state, rollout)
         return rollout
 
     async def run(self) -> None:
         """Run until the pipeline made its steps. A cancellation stops everything in order."""
         self._hopeless: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._recovered is None:
-            await self._checkpoints.first(self._pipeline.position)
-        else:
+        # Whoever goes on has a checkpoint; at the end of a run, it must be of the last step.
+        if self._recovered is None or self._completed >= self._settings.run.steps:
+            await self._checkpoints.write(self._completed, self._pipeline.position)
+        if self._recovered is not None:
             now_s = asyncio.get_running_loop().time()
             self._scheduler.post(RunResumed(now_s=now_s, weight_version=self._trainer.version))
         tasks = [
@@ -422,7 +449,7 @@ class _Run:
         wall_s = asyncio.get_running_loop().time() - self._began_s
         buffered = self._pipeline.counts
         return TrainSummary(
-            steps=self._completed + len(rewards),
+            steps=self._completed + self._pipeline.made,
             reward_first10=_mean(rewards[:_FIRST_STEPS]),
             reward_last10=_mean(rewards[-_FIRST_STEPS:]),
             trajectories=buffered.used,

@@ -190,24 +190,29 @@ def people_gpus(settings: Settings) -> CommandSource | None:
 
 
 def availability(
-    settings: Settings, nodes: dict[int, str] | None = None, people: AvailabilitySource | None = None
+    settings: Settings,
+    nodes: dict[int, str] | None = None,
+    people: AvailabilitySource | None = None,
+    *,
+    elapsed_s: float = 0.0,
 ) -> AvailabilitySource:
     """Reserved rollout GPUs for good, and preemptible ones as the settings say.
 
     GPUs are numbered: training first, then reserved rollout, then preemptible ones. `nodes` is filled with the node
-    that each GPU is on, where the source follows nodes. `people` stands in for a control file.
+    that each GPU is on, where the source follows nodes. `people` stands in for a control file. A trace goes on where it
+    was after the run had been under way for `elapsed_s` seconds.
     """
     first, preemptible = settings.cluster.training_gpus, preemptible_gpus(settings)
     sources: list[AvailabilitySource] = []
     if preemptible.start > first:
         sources.append(FixedSource(range(first, preemptible.start)))
     if preemptible:
-        sources.append(_preemptible(settings, preemptible, {} if nodes is None else nodes, people))
+        sources.append(_preemptible(settings, preemptible, {} if nodes is None else nodes, people, elapsed_s))
     return merge_sources(*sources)
 
 
 def _preemptible(
-    settings: Settings, gpus: range, nodes: dict[int, str], people: AvailabilitySource | None
+    settings: Settings, gpus: range, nodes: dict[int, str], people: AvailabilitySource | None, elapsed_s: float
 ) -> AvailabilitySource:
     """Who offers and reclaims `gpus`, as `availability.source` says."""
     source = settings.availability
@@ -222,7 +227,8 @@ def _preemptible(
         return people or ControlFileSource(Path(source.control_file), gpus=gpus, notice_s=source.notice_s)
     rows = read_trace(trace_path(settings), source.segment or None)
     peak = max(row.count for row in rows)
-    shifted = [(max(0.0, row.t_s - source.start_s), row.count) for row in rows]
+    start_s = source.start_s + elapsed_s * source.time_scale
+    shifted = [(max(0.0, row.t_s - start_s), row.count) for row in rows]
     # Of the rows before the start only the last one counts.
     late = [row for row in shifted if row[0] > 0]
     early = [row for row in shifted if row[0] == 0]

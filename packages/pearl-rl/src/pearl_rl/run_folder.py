@@ -6,6 +6,7 @@ kill the last line may be torn, which `read_lines` skips and `LineFile` repairs 
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -18,6 +19,7 @@ from pearl_rl.errors import CommandError
 from pearl_rl.observer import StepRecord
 from pearl_rl.rollout.recorded_generation import RequestRecord
 from pearl_rl.rollout.serving import WorkerLoad
+from pearl_rl.run_lock import LOCK
 from pearl_rl.settings import ResolvedSettings, to_json, to_toml
 from pearl_rl.summary import TrainSummary
 from pearl_state.decision import Decision
@@ -31,6 +33,7 @@ CONFIG_TOML = "config.resolved.toml"
 CONFIG_JSON = "config.resolved.json"
 SCENARIO_JSON = "scenario.json"
 SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"
 
 
 class LineFile:
@@ -66,7 +69,7 @@ class RunFolder:
         self._events = LineFile(path / "events.jsonl")
         self._decisions = LineFile(path / "decisions.jsonl")
         self._trajectories = LineFile(path / "trajectories.jsonl")
-        self._metrics = LineFile(path / "metrics.jsonl")
+        self._metrics = LineFile(path / METRICS)
         self._table = LineFile(path / "table.jsonl")
         self._requests = LineFile(path / "requests.jsonl")
         self._loads = LineFile(path / "loads.jsonl")
@@ -82,8 +85,9 @@ class RunFolder:
         made = _make(path) if path is not None else _make_named(Path(resolved.settings.run.dir))
         for name in ("checkpoints", "weights"):
             (made / name).mkdir()
-        (made / CONFIG_TOML).write_text(to_toml(resolved), encoding="utf-8")
         (made / CONFIG_JSON).write_text(json.dumps(to_json(resolved), indent=2) + "\n", encoding="utf-8")
+        # Last, and whole: a folder that has it is a run.
+        _write_whole(made / CONFIG_TOML, to_toml(resolved))
         return cls(made)
 
     @classmethod
@@ -97,10 +101,22 @@ class RunFolder:
         return cls(made)
 
     @classmethod
+    def start_over(cls, path: Path) -> "RunFolder":
+        """Begin the run in `path` anew: of what it holds, only the settings stay. Raises as `open` does."""
+        _require_run(path)
+        for entry in path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name not in (CONFIG_TOML, CONFIG_JSON, LOCK):
+                entry.unlink()
+        for name in ("checkpoints", "weights"):
+            (path / name).mkdir()
+        return cls(path)
+
+    @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """Continue the run in `path`. Raises `CommandError` where it holds no run."""
-        if not (path / CONFIG_TOML).is_file():
-            raise CommandError(f"{path}: holds no {CONFIG_TOML}; give the folder of a run")
+        _require_run(path)
         return cls(path)
 
     def record_event(self, event: Event) -> None:
@@ -162,9 +178,7 @@ class RunFolder:
 
     def write_summary(self, summary: TrainSummary | Mapping[str, Any]) -> None:
         """Write the summary, whole or not at all."""
-        temporary = self.path / f"{SUMMARY}.partial"
-        temporary.write_text(json.dumps(encode(summary), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(self.path / SUMMARY)
+        _write_whole(self.path / SUMMARY, json.dumps(encode(summary), indent=2) + "\n")
 
     def close(self) -> None:
         """Give the files back. May be called twice."""
@@ -187,6 +201,18 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_run(path: Path) -> None:
+    if not (path / CONFIG_TOML).is_file():
+        raise CommandError(f"{path}: holds no {CONFIG_TOML}; give the folder of a run")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves all of it or nothing."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pearl_rl import parts
+from pearl_rl.checkpoints import COMPLETE
 from pearl_rl.encoding import encode, json_line
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.journal.frames import JournalError
-from pearl_rl.journal.journal import read
-from pearl_rl.journal.run_journal import Recovered, apply, begun
+from pearl_rl.journal.journal import Journal, read
+from pearl_rl.journal.run_journal import Recovered, apply, begun, recover
 from pearl_rl.journal.storage import FolderStorage
 from pearl_rl.run_folder import CONFIG_TOML, RunFolder
 from pearl_rl.run_lock import RunLock
@@ -27,18 +28,37 @@ def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
 
     settings = _settings(run_dir)
     with RunLock(run_dir):
-        if not (run_dir / "journal").is_dir():
-            raise CommandError(f"{run_dir}: ended before its first record; begin it again with pearl-rl train")
+        goes_on = _goes_on(run_dir, settings)
         check_installed(settings)
         from pearl_rl.compose import train
 
-        with RunFolder.open(run_dir) as folder:
-            going_on = functools.partial(train, resume=True)
+        with (RunFolder.open if goes_on else RunFolder.start_over)(run_dir) as folder:
+            going_on = functools.partial(train, resume=goes_on)
             try:
                 outcome = run_in_folder(going_on, settings, folder, as_json=as_json, plain=plain)
             except JournalError as error:
                 raise CommandError(f"{run_dir}/journal: {error}") from None
         return report_outcome(outcome, settings, folder, as_json=as_json)
+
+
+def _goes_on(run_dir: Path, settings: Settings) -> bool:
+    """Whether there is anything to go on with: a run that ended before its first checkpoint had not begun to play.
+
+    Raises `CommandError` where journal or checkpoints of a run that had begun are missing.
+    """
+    storage = FolderStorage(run_dir / "journal")
+    complete = any(run_dir.glob(COMPLETE))
+    if complete and not storage.segments():
+        raise CommandError(f"{run_dir}: holds checkpoints and no journal; give them to a new run as run.resume_from")
+    if complete:
+        return True
+    try:
+        begun_rollout = not Journal(storage).empty and recover(storage, parts.elastic_settings(settings)).rollout.groups
+    except JournalError as error:
+        raise CommandError(f"{run_dir}/journal: {error}") from None
+    if begun_rollout:
+        raise CommandError(f"{run_dir}/checkpoints: holds no complete one, though the run had begun; put one back")
+    return False
 
 
 def replayed(run_dir: Path, at: int | None, *, as_json: bool = False, explain: bool = False) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from pearl_rl.journal.frames import JournalError, Record, frame, records, scan
 from pearl_rl.journal.storage import Storage
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Version of what records mean; the first record of every segment carries it. A reader refuses newer ones by name."""
 
 BEGIN: Final = "begin"
@@ -32,10 +32,15 @@ class Journal:
         self._segment, self.next_number, self.torn_bytes = _open(storage)
         self._durable = self.next_number
         self._lines: list[bytes] = []
-        self._flushing: asyncio.Future[None] | None = None
+        self._flushing: asyncio.Task[None] | None = None
         self._failed: JournalError | None = None
         self.commits = 0
         """Flushes so far."""
+
+    @property
+    def flushing(self) -> bool:
+        """Whether a `commit` writes at this moment; nothing else may be written then."""
+        return self._flushing is not None
 
     @property
     def empty(self) -> bool:
@@ -50,13 +55,16 @@ class Journal:
         return number
 
     def snapshot(self, value: Any) -> None:
-        """Begin a new segment with `value`, which stands for all records appended so far. Durable on return."""
+        """Begin a new segment with `value`, which stands for all records appended so far. Durable on return.
+
+        Not while `flushing`: records would change their order.
+        """
+        if self.flushing:
+            raise RuntimeError("a snapshot in the middle of a commit")
         self.commit_now()
-        segment = self._segment + 1
         line = _line({"n": self.next_number, "k": BEGIN, "schema": SCHEMA, "v": value})
-        self._storage.append(segment, frame([line]))
-        self._storage.sync(segment)
-        self._segment = segment
+        self._write(self._segment + 1, [line])
+        self._segment += 1
 
     async def commit(self) -> None:
         """Return once everything appended before this call is durable. Raises `JournalError` where the disk refuses."""
@@ -64,28 +72,23 @@ class Journal:
         while self._durable < wanted:
             if self._failed is not None:
                 raise self._failed
-            if self._flushing is not None:
-                await asyncio.shield(self._flushing)
-            else:
-                await self._flush_in_thread()
+            if self._flushing is None:
+                # A task of its own: a caller that is cancelled must not let the next flush begin beside this one.
+                self._flushing = asyncio.get_running_loop().create_task(self._flush_in_thread())
+            await asyncio.shield(self._flushing)
 
     async def _flush_in_thread(self) -> None:
-        loop = asyncio.get_running_loop()
-        flushing = self._flushing = loop.create_future()
         upto = self.next_number
         try:
-            await loop.run_in_executor(None, self._flush, self._take())
+            await asyncio.get_running_loop().run_in_executor(None, self._flush, self._take())
             self._durable = upto
-        except JournalError as error:
-            # Nothing may be appended behind a hole.
-            self._failed = error
-            raise
         finally:
             self._flushing = None
-            flushing.set_result(None)
 
     def commit_now(self) -> None:
-        """`commit` without an event loop."""
+        """`commit` without an event loop. Raises `JournalError` where the disk refuses, now or before."""
+        if self._failed is not None:
+            raise self._failed
         self._flush(self._take())
         self._durable = self.next_number
 
@@ -98,9 +101,17 @@ class Journal:
             return
         if self._segment == 0:
             raise JournalError("the journal was not begun: write a snapshot first")
-        self._storage.append(self._segment, frame(lines))
-        self._storage.sync(self._segment)
+        self._write(self._segment, lines)
         self.commits += 1
+
+    def _write(self, segment: int, lines: list[bytes]) -> None:
+        try:
+            self._storage.append(segment, frame(lines))
+            self._storage.sync(segment)
+        except JournalError as error:
+            # Nothing may be appended behind a hole.
+            self._failed = error
+            raise
 
 
 def read(storage: Storage, *, up_to: int | None = None, from_start: bool = False) -> tuple[Record, Iterator[Record]]:

@@ -1,23 +1,38 @@
-"""The journal of one run: control events, what the rollout did, and checkpoints; and the state that follows from it."""
+"""The journal of one run: control events and what the rollout did; and the state that follows from them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pearl_planner.elastic import ElasticSettings, ElasticState
 from pearl_planner.step import step
-from pearl_rl.encoding import decode_event, encode_event
+from pearl_rl.encoding import decode, decode_event, encode, encode_event
 from pearl_rl.journal.frames import JournalError, Record
 from pearl_rl.journal.journal import Journal, read
 from pearl_rl.journal.state_codec import decode_state, encode_state
 from pearl_rl.journal.storage import Storage
 from pearl_rl.rollout.ledger import RolloutLedger, RolloutRecord, decode_record, encode_record
 from pearl_state.errors import StateError
-from pearl_state.events import Event
+from pearl_state.events import Event, RunResumed
 from pearl_state.worker import WorkerId
 
 SNAPSHOT_EVERY: Final = 10_000
 """Records between two snapshots: recovery reads at most so many, whatever the run's length."""
+
+
+@dataclass(slots=True)
+class RunClock:
+    """For how long a run was under way, over all its control planes: what passes between two of them does not count."""
+
+    now_s: float | None = None
+    """Time of the last event, on its control plane's clock; None before the first."""
+    elapsed_s: float = 0.0
+
+    def follow(self, event: Event) -> None:
+        """Take an event in."""
+        if self.now_s is not None and not isinstance(event, RunResumed):
+            self.elapsed_s += max(0.0, event.now_s - self.now_s)
+        self.now_s = event.now_s
 
 
 @dataclass(slots=True)
@@ -26,8 +41,7 @@ class Recovered:
 
     state: ElasticState
     rollout: RolloutLedger
-    clock_s: float = 0.0
-    """Time of the last event, on its control plane's clock."""
+    clock: "RunClock" = field(default_factory=lambda: RunClock())
     records: int = 0
     """How many were read behind the snapshot."""
 
@@ -36,11 +50,18 @@ class RunJournal:
     """Writes the journal while the run goes on, and keeps the rollout's ledger for snapshots."""
 
     def __init__(
-        self, storage: Storage, state: ElasticState, rollout: RolloutLedger, *, snapshot_every: int = SNAPSHOT_EVERY
+        self,
+        storage: Storage,
+        state: ElasticState,
+        rollout: RolloutLedger,
+        clock: RunClock | None = None,
+        *,
+        snapshot_every: int = SNAPSHOT_EVERY,
     ) -> None:
         """Begin the journal, or go on with it from what `recover` gave. Raises `JournalError`."""
         self._journal = Journal(storage)
         self._rollout = rollout
+        self._clock = RunClock() if clock is None else clock
         self._every = snapshot_every
         self._snapshot_at = 0
         self._snapshot(state)
@@ -57,15 +78,11 @@ class RunJournal:
         self._rollout.apply(record)
         self._journal.append("rollout", encode_record(record))
 
-    def checkpointed(self, completed: int, version: int) -> None:
-        """A checkpoint holds step `completed`."""
-        self._rollout.checkpointed(completed, version)
-        self._journal.append("checkpoint", {"step": completed, "version": version})
-
     # ---- control events ---------------------------------------------------------------------------------------------
 
     def append(self, event: Event, loads: Mapping[WorkerId, float]) -> None:
         """Take an event in that is to be applied with `loads` once `commit` returns."""
+        self._clock.follow(event)
         self._journal.append("event", {**encode_event(event), "loads": {str(id_): load for id_, load in loads.items()}})
 
     async def commit(self) -> None:
@@ -74,11 +91,12 @@ class RunJournal:
 
     def applied(self, state: ElasticState) -> None:
         """All events appended so far were applied and gave `state`."""
-        if self._journal.next_number - self._snapshot_at >= self._every:
+        if self._journal.next_number - self._snapshot_at >= self._every and not self._journal.flushing:
             self._snapshot(state)
 
     def _snapshot(self, state: ElasticState) -> None:
-        self._journal.snapshot({"state": encode_state(state), "rollout": self._rollout.to_json()})
+        value = {"state": encode_state(state), "rollout": self._rollout.to_json(), "clock": encode(self._clock)}
+        self._journal.snapshot(value)
         self._snapshot_at = self._journal.next_number
 
 
@@ -99,10 +117,10 @@ def begun(begin: Record, settings: ElasticSettings) -> Recovered:
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         raise JournalError("the snapshot holds no state")
     try:
-        rollout = RolloutLedger.from_json(value["rollout"])
+        rollout, clock = RolloutLedger.from_json(value["rollout"]), decode(RunClock, value["clock"])
     except (ValueError, KeyError) as error:
-        raise JournalError(f"the snapshot's rollout cannot be read: {error}") from None
-    return Recovered(decode_state(dict(value["state"]), settings), rollout)
+        raise JournalError(f"the snapshot's rollout or clock cannot be read: {error}") from None
+    return Recovered(decode_state(dict(value["state"]), settings), rollout, clock)
 
 
 def apply(recovered: Recovered, record: Record) -> tuple[Event, tuple[Any, ...]] | None:
@@ -115,12 +133,10 @@ def apply(recovered: Recovered, record: Record) -> tuple[Event, tuple[Any, ...]]
                 loads = {WorkerId(int(id_)): float(load) for id_, load in value.pop("loads").items()}
                 event = decode_event(value)
                 recovered.state, effects = step(recovered.state, event, loads)
-                recovered.clock_s = event.now_s
+                recovered.clock.follow(event)
                 return event, effects
             case "rollout":
                 recovered.rollout.apply(decode_record(record["v"]))
-            case "checkpoint":
-                recovered.rollout.checkpointed(int(record["v"]["step"]), int(record["v"]["version"]))
             case kind:
                 raise JournalError(f"record {record.get('n')}: unknown kind {kind!r}")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, StateError) as error:

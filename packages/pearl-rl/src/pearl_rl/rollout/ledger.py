@@ -6,7 +6,7 @@ recorded responses and goes on where it was (PEARL section 4.5). At most the mod
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pearl_rl.encoding import decode, encode
@@ -85,22 +85,24 @@ class SamplesRejected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTaken:
-    """The groups went into the update of a step. Undone where no checkpoint holds that step."""
+    """The groups went into the update of a step. Undone where a control plane ends before its weights are published."""
 
     step: int
     groups: tuple[GroupId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutResumed:
-    """A control plane went on after step `completed`, whose weights are called `version` from now on.
+class StepTrained:
+    """The weights of a step are published for good: its samples are never used again."""
 
-    `content` is what its checkpoint calls them.
-    """
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutResumed:
+    """A control plane went on after step `completed`, the newest whose weights were published."""
 
     completed: int
-    content: int
-    version: int
 
 
 RolloutRecord = (
@@ -112,6 +114,7 @@ RolloutRecord = (
     | GroupDropped
     | SamplesRejected
     | BatchTaken
+    | StepTrained
     | RolloutResumed
 )
 Note = Callable[[RolloutRecord], None]
@@ -126,6 +129,7 @@ RECORDS: dict[str, type[Any]] = {
         GroupDropped,
         SamplesRejected,
         BatchTaken,
+        StepTrained,
         RolloutResumed,
     )
 }
@@ -189,7 +193,7 @@ class OpenSample:
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """A group that was not trained on yet, or in a step that no checkpoint holds."""
+    """A group that was not trained on yet, or in an update whose weights are not published yet."""
 
     step: int
     number: int
@@ -206,10 +210,8 @@ class RolloutLedger:
     groups: dict[GroupId, OpenGroup] = field(default_factory=dict[GroupId, OpenGroup])
     """In the order in which they were opened."""
     taken: dict[int, dict[GroupId, OpenGroup]] = field(default_factory=dict[int, dict[GroupId, OpenGroup]])
-    """Step → what its update was given."""
+    """Step → what its update was given, until its weights are published."""
     counts: BufferCounts = field(default_factory=BufferCounts)
-    names: dict[int, int] = field(default_factory=dict[int, int])
-    """Step → what the weights that its checkpoint holds are called now."""
 
     def apply(self, record: RolloutRecord) -> None:
         """Take one record in. Raises `KeyError` or `ValueError` where it does not follow from those before it."""
@@ -241,7 +243,9 @@ class RolloutLedger:
             case _:
                 self._apply_to_groups(record)
 
-    def _apply_to_groups(self, record: GroupDropped | SamplesRejected | BatchTaken | RolloutResumed) -> None:
+    def _apply_to_groups(
+        self, record: GroupDropped | SamplesRejected | BatchTaken | StepTrained | RolloutResumed
+    ) -> None:
         counts = self.counts
         match record:
             case GroupDropped():
@@ -261,6 +265,8 @@ class RolloutLedger:
                 samples = sum(len(group.complete) for group in taken.values())
                 counts.buffered -= samples
                 counts.used += samples
+            case StepTrained():
+                self._forget(record.step)
             case RolloutResumed():
                 self._resume(record)
 
@@ -270,22 +276,13 @@ class RolloutLedger:
                 return sample
         raise KeyError(trajectory)
 
-    def checkpointed(self, completed: int, version: int) -> None:
-        """A checkpoint holds step `completed`: what it and the steps before it were given is done with."""
-        self.names[completed] = version
-        self._forget(completed)
-
-    def _forget(self, completed: int) -> None:
-        for step in [step for step in self.taken if step <= completed]:
+    def _forget(self, trained: int) -> None:
+        """What the updates up to step `trained` were given is done with."""
+        for step in [step for step in self.taken if step <= trained]:
             del self.taken[step]
 
     def _resume(self, record: RolloutResumed) -> None:
-        """Put back what updates were given that no checkpoint holds, and count all ages from the weights now.
-
-        Samples of lost weights are as new as any: their age is 0, never negative.
-        """
-        content = self.names.get(record.completed, record.content)
-        self.names = {record.completed: record.version}
+        """Put back what an update was given whose weights were never published."""
         self._forget(record.completed)
         again = {id_: group for step in sorted(self.taken) for id_, group in self.taken[step].items()}
         samples = sum(len(group.complete) for group in again.values())
@@ -293,20 +290,6 @@ class RolloutLedger:
         self.counts.buffered += samples
         self.taken.clear()
         self.groups = {**again, **self.groups}
-
-        def renamed(version: int) -> int:
-            return record.version - max(0, content - version)
-
-        for group in self.groups.values():
-            for sample in group.outstanding.values():
-                sample.version = renamed(sample.version)
-            group.complete = [
-                SampleCompleted(
-                    trajectory=replace(c.trajectory, dispatch_version=renamed(c.trajectory.dispatch_version)),
-                    version=renamed(c.version),
-                )
-                for c in group.complete
-            ]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able form, for a snapshot."""

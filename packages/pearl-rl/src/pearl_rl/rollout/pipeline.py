@@ -24,7 +24,7 @@ from pearl_rl.rollout.buffer import (
 from pearl_rl.rollout.counts import BufferCounts
 from pearl_rl.rollout.diagnosis import Observation, diagnose
 from pearl_rl.rollout.environments.protocol import TaskSource
-from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected
+from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected, StepTrained
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import (
     EndReason,
@@ -181,6 +181,11 @@ class PipelineScheduler:
     def counts(self) -> BufferCounts:
         """What became of every dispatched trajectory so far."""
         return self._buffer.counts
+
+    @property
+    def made(self) -> int:
+        """Steps that were made so far, those before a resume not among them."""
+        return len(self._rewards)
 
     @property
     def position(self) -> Position:
@@ -366,15 +371,17 @@ class PipelineScheduler:
         update, duration_s = await self._update(batch, samples)
         if self._readiness is not None:
             self._readiness.boundary(batch.step, update.version, len(samples), duration_s, self._now_s())
+        # Before the publication: a step whose weights are published is never made again, and so never told later.
+        self._record(batch, samples, update, duration_s, waited_s)
         if (publication := self._publish(update.snapshot)) is not None:
             await publication
+        self._note(StepTrained(step=batch.step))
         self._post(WeightsPublished(now_s=self._now_s(), version=update.version))
         self._version = update.version
         self._wake()
         if self._checkpoint is not None:
             await self._checkpoint(batch.step)
         self._post(TrainingFinished(now_s=self._now_s(), weight_version=update.version, duration_s=duration_s))
-        self._record(batch, samples, update, duration_s, waited_s)
 
     async def _update(self, batch: Batch, samples: Sequence[UsedSample]) -> tuple[UpdateResult, float]:
         """The trainer's answer and what it took, seconds. Raises where it takes too long, or makes no newer version."""
@@ -423,7 +430,7 @@ class PipelineScheduler:
     def _record(
         self, batch: Batch, samples: list[UsedSample], update: UpdateResult, training_s: float, wait_grant_s: float
     ) -> None:
-        """Tell the observer of a completed step."""
+        """Tell the observer of a step whose update is made."""
         now_s = self._now_s()
         trajectories = [sample.trajectory for sample in samples]
         mean = sum(t.reward for t in trajectories) / len(trajectories)

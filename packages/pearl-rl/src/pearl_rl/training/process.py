@@ -219,17 +219,28 @@ class LocalTrainer:
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
-    async def load_checkpoint(self, path: Path, published: int = -1) -> int:
+    async def go_on(self, newest: WeightSnapshot, checkpoint: Path) -> None:
+        """Start all ranks on the weights that a control plane before this one published last; they keep their version.
+
+        Nothing that was trained is trained again. Where `checkpoint` is of these weights, its state is taken whole;
+        where it is of older ones, the optimizer takes its moments, and master weights are the published ones. Raises
+        `CheckpointError` for a folder that is none, before any rank is started.
+        """
+        state = TrainerState.read(checkpoint)
+        await self._begin(Path(newest.uri))
+        self._version, self._newest = newest.version, newest
+        await self._load(checkpoint, state, moments_only=state.version != newest.version)
+
+    async def load_checkpoint(self, path: Path) -> int:
         """Continue from a checkpoint of any number of ranks. Returns the version that its weights have from now on.
 
-        That version is above the checkpoint's, the present one, and `published` (the highest that the run ever gave to
-        workers, by its journal): what was made after the checkpoint and is lost must not be taken for what comes now.
-        Raises `CheckpointError` for a folder that is none, before any rank is touched.
+        That version is above the checkpoint's and the present one. Raises `CheckpointError` for a folder that is none,
+        before any rank is touched.
         """
         self._require_memory("load_checkpoint")
         state = TrainerState.read(path)
         await self._load(path, state, moments_only=False)
-        version = max(state.version, published, self._version) + 1
+        version = max(state.version, self._version) + 1
         await self._publish(version, self._limits.checkpoint_s)
         return version
 
