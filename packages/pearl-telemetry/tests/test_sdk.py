@@ -96,6 +96,8 @@ def play_everything(telemetry: Telemetry) -> None:
     """Touch every metric and every kind of span once."""
     traces = RunTraces(epoch_s=EPOCH_S, model="tiny", tracer_provider=telemetry.tracer_provider)
     instruments = Instruments(telemetry.meter_provider, telemetry.tracer_provider)
+    for turn in range(3):
+        traces.on_request(f"t00000001.{turn:04d}.001", 4, 6, 0.1)
     traces.on_trajectory(trajectory(), 1)
     context = TraceKeys("").turn("t00000001", 0).traceparent
     for kind in ("request", "command"):
@@ -203,7 +205,11 @@ def test_a_collector_receives_every_kind_of_span_and_every_metric(collector: Col
 
 def test_a_trajectory_is_one_trace_whose_spans_add_up(collector: Collector) -> None:
     telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint))
-    RunTraces(epoch_s=EPOCH_S, tracer_provider=telemetry.tracer_provider).on_trajectory(trajectory(), 1)
+    traces = RunTraces(epoch_s=EPOCH_S, tracer_provider=telemetry.tracer_provider)
+    for turn in range(3):
+        traces.on_request(f"t00000001.{turn:04d}.001", 4, 6, 0.0)
+        traces.on_request(f"t00000001.{turn:04d}.002", 5, 6, 0.1)
+    traces.on_trajectory(trajectory(), 1)
     telemetry.close()
     spans = collector.received()["spans"]
     by_id = {span["span"]: span for span in spans}
@@ -218,7 +224,19 @@ def test_a_trajectory_is_one_trace_whose_spans_add_up(collector: Collector) -> N
             "pearl.queue", "pearl.prefill", "pearl.kv_transfer", "chat", "execute_tool"
         ]  # fmt: skip
         lasted_ns = sum(span["end_ns"] - span["start_ns"] for span in inside)
+        workers = {span["name"]: span["attributes"].get("pearl.workers") for span in inside}
+        assert (workers["pearl.prefill"], workers["chat"]) == ("6,6", "4,5")
         assert lasted_ns == pytest.approx(turn["end_ns"] - turn["start_ns"], abs=2e3)
+
+
+def test_a_turn_without_a_hand_over_has_none(collector: Collector) -> None:
+    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint))
+    traces = RunTraces(epoch_s=EPOCH_S, tracer_provider=telemetry.tracer_provider)
+    traces.on_request("t00000001.0000.001", 4, None, 0.0)
+    traces.on_trajectory(trajectory(1), 1)
+    telemetry.close()
+    names = {span["name"] for span in collector.received()["spans"]}
+    assert names == {"pearl.trajectory", "pearl.turn", "pearl.queue", "pearl.prefill", "chat", "execute_tool"}
 
 
 def test_a_reconfiguration_carries_its_actions_and_their_failures(collector: Collector) -> None:

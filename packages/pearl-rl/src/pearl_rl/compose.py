@@ -20,6 +20,7 @@ from pearl_rl.checkpoints import CheckpointWriter, find
 from pearl_rl.control.forecasting import forecasting_for
 from pearl_rl.control.liveness import StallProbe
 from pearl_rl.control.open_to_people import open_to_people
+from pearl_rl.control.prediction import predicted_makespan_s
 from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
@@ -52,7 +53,6 @@ from pearl_rl.training.build import build_in_child
 from pearl_rl.training.process import PRELOAD, LocalTrainer
 from pearl_rl.training.tiny_model import TinyShape, WarmUp, encode_demonstrations
 from pearl_rl.training_port import RecoveringTrainer
-from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect
 from pearl_state.events import Event, GroupFailed, RunResumed, WorkerFailed
 from pearl_state.lifecycle import Lifecycle
@@ -259,7 +259,7 @@ class _Run:
         settings = self._settings
         loop = asyncio.get_running_loop()
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-        generation = RecordedGeneration(runtime, self._folder.record_request)
+        generation = RecordedGeneration(runtime, self._telemetry.requests(self._folder.record_request))
         self._stalls = StallProbe(runtime, self._post, probe_s=settings.limits.executor.probe_s)
         limits = parts.router_limits(settings)
         elastic = parts.elastic_settings(settings)
@@ -465,19 +465,6 @@ class _Run:
             wall_s=wall_s,
             run_dir=str(self._folder.path),
         )
-
-
-def predicted_makespan_s(state: ElasticState, configuration: Configuration) -> float | None:
-    """What the planner expects of a whole batch under `configuration`; None before anything was measured."""
-    if not state.calibrated:
-        return None
-    decision = state.settings.policy.decide(
-        workload=state.workload,
-        platform=state.platform,
-        budget_workers=configuration.workers,
-        pinned=configuration,
-    )
-    return decision.predicted_s
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from pearl_rl.control.scheduler import Executor
 from pearl_rl.errors import CommandError
 from pearl_rl.observer import Observer, Observers, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import Agent
+from pearl_rl.rollout.recorded_generation import RequestRecord
 from pearl_rl.settings.telemetry import TelemetrySettings
 from pearl_rl.traced import TracedAgent, TracedExecutor
 from pearl_state.effects import Effect
@@ -135,6 +136,18 @@ class RunTelemetry(SilentObserver):
         """A trajectory of step `step` came back."""
         if self._traces is not None:
             self._traces.on_trajectory(trajectory, step)
+
+    def requests(self, record: Callable[[RequestRecord], None]) -> Callable[[RequestRecord], None]:
+        """Who else is told of finished requests, where somebody traces; else `record` itself."""
+        traces = self._traces
+        if traces is None:
+            return record
+
+        def both(request: RequestRecord) -> None:
+            record(request)
+            traces.on_request(request.rid, request.worker, request.prefill, request.transfer_s)
+
+        return both
 
     def on_action(self, action: Action) -> None:
         """A call on a worker ended."""

@@ -4,7 +4,8 @@ Spans are written when what they describe is over, with the times that were meas
 request. Names and attributes follow OpenTelemetry's GenAI conventions where these exist, and `pearl.*` elsewhere.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
@@ -21,6 +22,7 @@ from pearl_telemetry.instruments import SCOPE, StepFigures, Value
 from pearl_telemetry.metrics import SPANS, Span
 
 _NS = 1_000_000_000
+_LARGEST_PENDING = 100_000
 _Key = tuple[str, PlanId | int]
 """A reconfiguration that is under way: what it is, and its plan."""
 
@@ -37,6 +39,17 @@ class _Open:
     actions: list[tuple[str, float, float, str | None, WorkerId | None]] = field(
         default_factory=list[tuple[str, float, float, str | None, WorkerId | None]]
     )
+
+
+@dataclass(slots=True)
+class _Served:
+    """What the requests of one turn say beyond the turn itself."""
+
+    workers: list[int] = field(default_factory=list[int])
+    """Who decoded, in order."""
+    prefill: list[int] = field(default_factory=list[int])
+    """Who prefilled, where that was another worker."""
+    transfer_s: float = 0.0
 
 
 class RunTraces:
@@ -61,8 +74,23 @@ class RunTraces:
         self._keys = keys or TraceKeys("")
         self._ids = ids
         self._open: dict[_Key, _Open] = {}
+        self._served: OrderedDict[str, _Served] = OrderedDict()
 
     # ---- trajectories -----------------------------------------------------------------------------------------------
+
+    def on_request(self, rid: str, worker: int, prefill: int | None, transfer_s: float) -> None:
+        """A request ended: `rid` is trajectory, turn and attempt, joined by dots; seconds of its KV hand-over."""
+        turn = rid.rpartition(".")[0]
+        served = self._served.get(turn)
+        if served is None:
+            if len(self._served) >= _LARGEST_PENDING:
+                # Of trajectories that were never trained on.
+                self._served.popitem(last=False)
+            served = self._served[turn] = _Served()
+        served.workers.append(worker)
+        served.transfer_s += transfer_s
+        if prefill is not None:
+            served.prefill.append(prefill)
 
     def on_trajectory(self, trajectory: Trajectory, step: int) -> None:
         """One trace: the agent's run, its turns, and in each what the time went to."""
@@ -86,21 +114,27 @@ class RunTraces:
                 "pearl.last": index + 1 == len(trajectory.turns),
             }
             ids = self._keys.turn(trajectory.id, index)
-            self._turn(self._begin(SPANS.turn, turn.started_s, root, about, ids=ids), turn, context)
+            served = self._served.pop(f"{trajectory.id}.{index:04d}", _NOBODY)
+            self._turn(self._begin(SPANS.turn, turn.started_s, root, about, ids=ids), turn, context, served)
             context += len(turn.response) if turn.retained_tokens is None else turn.retained_tokens
         self._end(root, trajectory.finished_s)
 
-    def _turn(self, span: OpenSpan, turn: Turn, context: int) -> None:
+    def _turn(self, span: OpenSpan, turn: Turn, context: int, served: _Served) -> None:
         """What the time of one turn went to, in spans below `span`, which it ends."""
         at_s = turn.started_s
-        for kind, seconds in ((SPANS.queue, turn.queue_s), (SPANS.prefill, turn.prefill_s)):
+        prompt: dict[str, Value] = {"pearl.new_prompt_tokens": len(turn.prompt)}
+        for kind, seconds, who in (
+            (SPANS.queue, turn.queue_s, []),
+            (SPANS.prefill, turn.prefill_s, served.prefill or served.workers),
+        ):
             if seconds > 0:
-                self._whole(kind, at_s, at_s + seconds, span, {"pearl.new_prompt_tokens": len(turn.prompt)})
+                self._whole(kind, at_s, at_s + seconds, span, {**prompt, **_workers(who)})
             at_s += max(0.0, seconds)
-        # What is left between prefill and decode is the hand-over, and waits between attempts.
+        # What is left in between are waits that nobody measured; the hand-over comes last.
         decode_began_s = max(at_s, turn.finished_s - turn.decode_s)
-        if decode_began_s - at_s > 1e-6:
-            self._whole(SPANS.transfer, at_s, decode_began_s, span, {"pearl.interruptions": turn.interruptions})
+        moved_s = min(served.transfer_s, decode_began_s - at_s)
+        if moved_s > 0:
+            self._whole(SPANS.transfer, decode_began_s - moved_s, decode_began_s, span, _workers(served.prefill))
         retained = len(turn.response) if turn.retained_tokens is None else turn.retained_tokens
         generation: dict[str, Value] = {
             "gen_ai.operation.name": "chat",
@@ -110,6 +144,8 @@ class RunTraces:
             "pearl.retained_tokens": retained,
             "pearl.prefill_s": turn.prefill_s,
             "pearl.queue_s": turn.queue_s,
+            "pearl.interruptions": turn.interruptions,
+            **_workers(served.workers),
             "pearl.weight_versions": ",".join(str(part.version) for part in turn.spans),
         }
         if self._model:
@@ -256,6 +292,14 @@ def _about(effect: effects.Effect) -> tuple[_Key | None, str, frozenset[WorkerId
             return ("resume", 0), "resume training", frozenset()
         case _:
             return None, "", frozenset()
+
+
+_NOBODY = _Served()
+
+
+def _workers(ids: Sequence[int]) -> Mapping[str, Value]:
+    """Who served, as an attribute."""
+    return {"pearl.workers": ",".join(map(str, ids))} if ids else {}
 
 
 def _cause(failed: str | None) -> Mapping[WorkerId, str]:

@@ -96,6 +96,7 @@ class RuntimeTracker:
         self._least = least_trajectories
         self._steps: dict[int, _Step] = {}
         self._batch = 0
+        self._steady = False
         self._max_context = 0
 
     def observe_turns(self, samples: Sequence[TurnSample]) -> None:
@@ -134,19 +135,21 @@ class RuntimeTracker:
         paired: bool | None = None,
         moved: float | None = None,
         choice: float = 0.0,
+        steady: bool = False,
     ) -> None:
         """A batch of `batch` trajectories completed after `makespan_s` seconds.
 
         `decoding_fraction` is f, the time-weighted fraction of trajectories that were decoding; None where nobody
         measured it. `paired` says whether the step ran under disaggregation (None: under both modes), `moved` which
         part of prefixes trajectories left behind on other workers, and `choice` the chance that a worker taken at
-        random is another one. Turns of earlier steps that were never finished are forgotten.
+        random is another one. `steady` says that as many trajectories are under way at any time, because others enter
+        as these end: then a batch has no tail, and its path is that of a mean trajectory. Turns of earlier steps that were never finished are forgotten.
         """
         seen = self._steps.pop(step, None)
         self._steps = {number: sums for number, sums in self._steps.items() if number > step}
         if seen is None or len(seen.turns_of) < self._least or not seen.response_tokens:
             return
-        self._batch = batch
+        self._batch, self._steady = batch, steady
         self._max_context = max(self._max_context, seen.max_context_tokens)
         turns = seen.turns
         values = {
@@ -193,13 +196,17 @@ class RuntimeTracker:
             if name not in ema.counts and other in ema.counts:
                 moved[name] = ema[other]
                 measured[name] = f"assumed to be {other}: its mode was not seen"
+        turns, outside_s = ema["turns"], ema["environment_s"]
+        if self._steady:
+            turns, outside_s = ema["mean_turns"], ema["mean_turns"] * ema["turn_environment_s"]
+            measured["turns"] = "telemetry: the mean, since others enter as trajectories end"
         return WorkloadProfile(
             batch=self._batch,
-            turns=max(1.0, ema["turns"]),
+            turns=max(1.0, turns),
             new_prompt_tokens=ema["new_prompt_tokens"],
             response_tokens=ema["response_tokens"],
             bubble_ratio=ema.get("bubble_ratio", 0.0),
-            environment_s=ema["environment_s"],
+            environment_s=outside_s,
             context_tokens=ema["context_tokens"],
             max_context_tokens=float(self._max_context),
             mean_turns=ema["mean_turns"],
@@ -209,6 +216,6 @@ class RuntimeTracker:
             pair_moved_fraction=moved["pair_moved_fraction"],
             renewed_fraction=ema.get("renewed_fraction", 0.0),
             shared_tokens=ema.get("shared_tokens", 0.0),
-            active_by_turn=ema.fractions,
+            active_by_turn=() if self._steady else ema.fractions,
             origin=measured,
         )
