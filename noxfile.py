@@ -170,7 +170,13 @@ def sglang_python(session: nox.Session) -> str:
     session.run_install(
         *("uv", "pip", "install", "--quiet", f"--python={python}"),
         *("--override", "integration/sglang_cpu/overrides.txt"),
-        *("sglang==0.5.23", "mooncake-transfer-engine-non-cuda==0.3.13.post1", "dill", "soundfile==0.13.1"),
+        *(
+            "sglang==0.5.23",
+            "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+            "dill",
+            "soundfile==0.13.1",
+            "checkpoint-engine==0.4.2",
+        ),
         external=True,
     )
     return str(python)

@@ -187,6 +187,12 @@ def test_weights_come_inside_a_session_only(servers, one, path, body):
     assert caught.value.status == 400
 
 
+def test_weights_that_are_shared_with_another_device_are_refused(servers, one):
+    with pytest.raises(RefusedError, match="not found in zmq_handles") as caught:
+        servers.run(one.tell("/update_weights_from_ipc", bodies.weights_from_ipc({"GPU-x": "ipc:///tmp/nobody"}, 2)))
+    assert caught.value.status == 400
+
+
 def test_a_session_is_opened_once(servers, one):
     async def session():
         await one.tell("/begin_weight_update", {})

@@ -13,7 +13,7 @@ from support import cpu_options
 
 from pearl_executor.engines.sglang.answers import Answer, AnswerError
 from pearl_executor.engines.sglang.launch import InterpreterLauncher, LaunchError
-from pearl_executor.engines.sglang.options import SglangTimeouts
+from pearl_executor.engines.sglang.options import SglangTimeouts, WeightTransport
 from pearl_executor.engines.sglang.runtime import SglangRuntime
 from pearl_executor.ports import (
     GenerateRequest,
@@ -89,6 +89,24 @@ def test_where_the_outcome_of_a_change_is_not_known_the_server_is_ended_and_noth
             servers.run(change())
         with pytest.raises(WorkerLostError):
             servers.run(servers.runtime.samples(row))
+
+
+def test_a_load_that_is_given_up_in_its_middle_ends_the_server_unless_the_old_weights_stay(model, tmp_path):
+    changes = {"weights": WeightTransport.IPC, "verify_checksum": False}
+    with world(model, tmp_path, Role.COLOCATED, **changes) as (servers, (row,)):
+        assert servers.run(servers.runtime.samples(row)).running == 0
+        fault(servers, row, hang=["/update_weights_from_ipc"])
+
+        async def give_up():
+            load = asyncio.create_task(servers.runtime.load_weights(row, WeightSnapshot(2, str(servers.later))))
+            await asyncio.sleep(0.5)
+            load.cancel()
+            await asyncio.wait({load})
+            assert load.cancelled()
+
+        servers.run(give_up())
+        with pytest.raises(WorkerLostError):
+            servers.run(servers.runtime.generate(row, request(), lambda _: None))
 
 
 def test_a_server_that_dies_in_its_answer_is_lost(model, tmp_path):

@@ -68,6 +68,7 @@ BODIES = [
     ("EndWeightUpdateReqInput", {}),
     ("UpdateWeightsFromTensorReqInput", bodies.weights_from_tensor(["gASVAAAAAAAAAF2ULg=="], 7)),
     ("UpdateWeightsFromTensorReqInput", bodies.weights_from_tensor(["gASVAAAAAAAAAF2ULg=="], None)),
+    ("UpdateWeightsFromIPCReqInput", bodies.weights_from_ipc({"GPU-1": "ipc:///tmp/socket"}, 7)),
     ("InitWeightsUpdateGroupReqInput", bodies.weights_group("127.0.0.1", 29500, 1, 2, "g", "gloo")),
     ("UpdateWeightsFromDistributedReqInput", bodies.weights_from_group(["w"], ["float32"], [[2, 3]], "g", 7)),
     ("DestroyWeightsUpdateGroupReqInput", bodies.leave_group("g")),

@@ -10,7 +10,7 @@ from pearl_executor.ports import GenerateRequest, Sampling, WeightSnapshot, Work
 from pearl_state.roles import Role
 
 
-@pytest.mark.parametrize("weights", [WeightTransport.TENSOR, WeightTransport.DISTRIBUTED])
+@pytest.mark.parametrize("weights", [WeightTransport.TENSOR, WeightTransport.IPC, WeightTransport.DISTRIBUTED])
 def test_weights_arrive_as_they_do_from_disk(real_interpreter, model, tmp_path, weights):
     with Servers(real_interpreter, model, tmp_path, weights=weights) as servers:
         colocated, decode = servers.start(Role.COLOCATED, Role.DECODE)

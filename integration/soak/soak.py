@@ -48,7 +48,7 @@ from pearl_state.trajectory import TrajectoryId
 from pearl_state.worker import GpuId
 
 TURNS, NEW_TOKENS, PROMPT_TOKENS = 3, 8, 24
-TIMEOUTS = SglangTimeouts(start_s=240.0, control_s=60.0, generate_s=120.0, poll_s=6.0, silence_s=12.0, stop_s=1.0)
+TIMEOUTS = SglangTimeouts(start_s=240.0, control_s=60.0, generate_s=120.0, poll_s=10.0, silence_s=24.0, stop_s=1.0)
 WORKLOAD = WorkloadProfile(batch=256, turns=TURNS, new_prompt_tokens=PROMPT_TOKENS, response_tokens=NEW_TOKENS)
 PLATFORM = PlatformProfile(
     decode_fixed_s=0.03,

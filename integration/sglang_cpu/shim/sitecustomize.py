@@ -1,7 +1,8 @@
-"""Changes torch right after its import, so that SGLang's code for CUDA devices runs on a CPU.
+"""Changes modules right after their import, so that SGLang's code for CUDA devices runs on a CPU.
 
 Done where torch has no accelerator: declares the operators that torchvision's CUDA build registers fakes for; drops
 `pin_memory`; gives CUDA events and streams that are always complete, since on a CPU work is done when a call returns.
+checkpoint-engine's receiver takes shared memory of the CPU for what is a GPU's to it.
 """
 
 import functools
@@ -74,25 +75,53 @@ def _adapt(torch: Any) -> None:
     torch.cuda.current_stream = lambda *_, **__: stream
 
 
+def _adapt_receiver(worker: Any) -> None:
+    """checkpoint-engine's receiver: memory that is shared between processes, on a CPU instead of a GPU."""
+
+    class Device:
+        """What is left of a device: work is done when a call returns, and nothing is cached."""
+
+        def __init__(self) -> None:
+            self.device_module = self
+
+        def synchronize(self) -> None: ...
+
+        def ipc_collect(self) -> None: ...
+
+        def empty_cache(self) -> None: ...
+
+    worker.DeviceManager = Device
+    worker._rebuild_ipc = lambda handle, device_id=None: handle[0](*handle[1])
+
+
 class _AdaptingLoader(importlib.machinery.SourceFileLoader):
-    """Loads torch, then adapts it."""
+    """Loads a module, then adapts it."""
+
+    def __init__(self, name: str, path: str, adapt: Callable[[Any], None]) -> None:
+        super().__init__(name, path)
+        self._adapt = adapt
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        _adapt(module)
+        self._adapt(module)
 
 
-class _TorchFinder:
-    """Finds torch once, with the loader above."""
+class _Finder:
+    """Finds one module once, with the loader above."""
+
+    def __init__(self, name: str, adapt: Callable[[Any], None]) -> None:
+        self._name = name
+        self._adapt = adapt
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        if name != "torch":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.origin is not None:
-            spec.loader = _AdaptingLoader(name, spec.origin)
+            spec.loader = _AdaptingLoader(name, spec.origin, self._adapt)
         return spec
 
 
-sys.meta_path.insert(0, _TorchFinder())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _Finder("torch", _adapt))  # type: ignore[arg-type]
+sys.meta_path.insert(0, _Finder("checkpoint_engine.worker", _adapt_receiver))  # type: ignore[arg-type]

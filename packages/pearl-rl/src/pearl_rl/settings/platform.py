@@ -22,8 +22,9 @@ class SglangSettings(Section):
     load_format: Literal["auto", "dummy"] = Field(
         description="what a server loads first; dummy skips it, since new weights follow before it serves"
     )
-    weights: Literal["disk", "tensor", "distributed"] = Field(
-        description="way of new weights: the snapshot's folder, shared memory, or a collective group"
+    weights: Literal["disk", "tensor", "ipc", "distributed"] = Field(
+        description="way of new weights: the snapshot's folder, shared memory (tensor by tensor, or one buffer for "
+        "checkpoint-engine), or a collective group"
     )
     gated: bool = Field(description="start the servers of training GPUs early and hold them before they take memory")
     silence_s: float = Field(gt=0, description="a server without an answer for so long counts as hung, seconds")

@@ -1,6 +1,6 @@
 """Request bodies of SGLang 0.5.23's HTTP API. Pure; validated against SGLang's own structs in its test session."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pearl_executor.ports import GenerateRequest
@@ -107,6 +107,11 @@ def weights_from_group(
         "flush_cache": False,
         "weight_version": None if version is None else str(version),
     }
+
+
+def weights_from_ipc(handles: Mapping[str, str], version: int) -> Body:
+    """`POST /update_weights_from_ipc`: device → socket of whoever shares the tensors with it; no session around it."""
+    return {"zmq_handles": dict(handles), "flush_cache": False, "weight_version": str(version)}
 
 
 def leave_group(name: str) -> Body:

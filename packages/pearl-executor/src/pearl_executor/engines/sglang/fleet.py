@@ -18,6 +18,10 @@ from pearl_executor.ports import WorkerError, WorkerLostError
 from pearl_state.roles import Role
 from pearl_state.worker import GpuId, Worker, WorkerId
 
+_LOOKS = 3
+"""So many looks in a row must fail, of which each waits for its part of the silence that is allowed."""
+_AGAIN_S = 0.5
+
 OnLost = Callable[[WorkerId, int, str], None]
 """Called with slot, incarnation and cause when a server is lost that nobody told to end."""
 
@@ -266,28 +270,28 @@ class SglangFleet:
             self.on_lost(server.id, server.incarnation, cause)
 
     async def _until_lost(self, server: SglangServer) -> str:
+        """Silence is counted in looks too, not in seconds alone: a pause of this process is no silence of a server."""
         loop = asyncio.get_running_loop()
-        heard_s = loop.time()
         exited = server.process.exited
+        silent, heard_s = 0, loop.time()
         while True:
-            await asyncio.wait([exited], timeout=self._timeouts.poll_s)
+            await asyncio.wait([exited], timeout=self._timeouts.poll_s if not silent else _AGAIN_S)
             if exited.done():
                 return exited.result()
             if server.ending:
                 return ""
             try:
                 await self.look(server)
-                heard_s = loop.time()
+                silent, heard_s = 0, loop.time()
             except WorkerError as error:
                 # In a control section a server may be silent; those calls have limits of their own.
-                if not server.open.is_set():
-                    heard_s = loop.time()
-                elif loop.time() - heard_s > self._timeouts.silence_s:
+                silent, heard_s = (silent + 1, heard_s) if server.open.is_set() else (0, loop.time())
+                if silent >= _LOOKS and loop.time() - heard_s >= self._timeouts.silence_s:
                     return f"no sign of life for {self._timeouts.silence_s:g} s ({error})"
 
     async def look(self, server: SglangServer) -> None:
         """Read its counters. Raises `WorkerError`."""
-        limit_s = self._timeouts.silence_s
+        limit_s = self._timeouts.silence_s / _LOOKS
         answer = await server.ask("/v1/loads?include=core,disagg,queues", timeout_s=limit_s)
         meter = self.meter(server)
         try:

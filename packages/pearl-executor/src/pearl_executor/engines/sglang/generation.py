@@ -149,6 +149,9 @@ class Calls:
                 reading.cancel()
                 with suppress(asyncio.CancelledError, WorkerError):
                     await reading
+            elif not reading.cancelled():
+                # Seen, also where the caller is cancelled in the same moment.
+                reading.exception()
 
     async def _read(self, call: Call, server: SglangServer, body: bodies.Body) -> None:
         async with aclosing(

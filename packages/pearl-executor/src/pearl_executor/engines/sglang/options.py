@@ -22,6 +22,8 @@ class WeightTransport(StrEnum):
     """The server reads the snapshot's folder; it keeps its old weights where that fails."""
     TENSOR = "tensor"
     """Tensors in shared memory (CUDA IPC on GPUs), inside a weight-update session."""
+    IPC = "ipc"
+    """One shared buffer a GPU, filled bucket by bucket: SGLang's side of checkpoint-engine."""
     DISTRIBUTED = "distributed"
     """A broadcast over a collective group of this version, inside a weight-update session."""
 

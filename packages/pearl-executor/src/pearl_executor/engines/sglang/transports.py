@@ -1,4 +1,4 @@
-"""Ways of new weights to a server beside its own reading of a folder: shared memory, and a collective group.
+"""Ways of new weights to a server beside its own reading of a folder: shared memory in two ways, a collective group.
 
 Both go through a sender process, one load at a time. A load that exceeds its limit ends the sender, and with it every
 wait on the collective; the next load gets a new one.
@@ -10,6 +10,8 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pearl_executor.engines.sglang import bodies
@@ -110,7 +112,7 @@ class TensorTransport:
 
     async def send(self, server: SglangServer, snapshot: WeightSnapshot) -> None:
         """Hand the server every bucket; the version goes with the last one."""
-        devices = _devices(self._options)
+        devices = _devices(self._options, server)
         async with self._turn:
             buckets = await _before(self._sender.ask("names", self._limit_s, folder=snapshot.uri))
             await server.tell("/begin_weight_update", {})
@@ -121,6 +123,39 @@ class TensorTransport:
                 version = snapshot.version if bucket == len(buckets) - 1 else None
                 await server.tell("/update_weights_from_tensor", bodies.weights_from_tensor(payloads, version))
             await server.tell("/end_weight_update", {})
+
+
+class IpcTransport:
+    """Tensors in one buffer a GPU that both processes map, filled bucket by bucket; SGLang needs checkpoint-engine.
+
+    Where SGLang runs in a container, it must see this machine's shared memory and the folder of the sockets.
+    """
+
+    keeps_old = False
+
+    def __init__(self, sender: SenderProcess, options: SglangOptions, limit_s: float, folder: Path) -> None:
+        self._sender = sender
+        self._options = options
+        self._limit_s = limit_s
+        self._folder = folder
+        self._turn = asyncio.Lock()
+        self._loads = count(1)
+
+    async def send(self, server: SglangServer, snapshot: WeightSnapshot) -> None:
+        """Share every bucket; the server takes the version with the whole."""
+        limit_s = self._limit_s
+        devices = _devices(self._options, server)
+        async with self._turn:
+            load = next(self._loads)
+            addresses = [f"ipc://{self._folder}/{load}-{rank}" for rank in range(len(devices))]
+            handles = await _before(
+                self._sender.ask("offer", limit_s, folder=snapshot.uri, devices=devices, addresses=addresses)
+            )
+            body = bodies.weights_from_ipc(handles, snapshot.version)
+            await _both(
+                server.tell("/update_weights_from_ipc", body, timeout_s=limit_s),
+                self._sender.ask("share", limit_s, answer_s=limit_s),
+            )
 
 
 class GroupTransport:
@@ -151,9 +186,9 @@ class GroupTransport:
                 names, dtypes, shapes = zip(*entries, strict=True)
                 version = snapshot.version if bucket == len(buckets) - 1 else None
                 body = bodies.weights_from_group(names, dtypes, shapes, group, version)
-                await self._both(
+                await _both(
                     server.tell("/update_weights_from_distributed", body, timeout_s=limit_s),
-                    self._sender.ask("broadcast", limit_s, bucket=bucket, device=_devices(options)[0]),
+                    self._sender.ask("broadcast", limit_s, bucket=bucket, device=_sender_device(options, server)),
                 )
             await server.tell("/end_weight_update", {})
             await server.tell("/destroy_weights_update_group", bodies.leave_group(group))
@@ -164,7 +199,7 @@ class GroupTransport:
         (port,) = free_ports(options.host, 1)
         world = 1 + options.gpus_per_worker
         body = bodies.weights_group(options.host, port, 1, world, group, options.weight_backend)
-        await self._both(
+        await _both(
             server.tell("/init_weights_update_group", body, timeout_s=self._limit_s),
             self._sender.ask(
                 "join",
@@ -177,18 +212,19 @@ class GroupTransport:
             ),
         )
 
-    async def _both(self, told: Any, sent: Any) -> None:
-        """Both sides of a collective. Where one fails the other would wait for ever: the sender is ended then."""
-        tasks = [asyncio.ensure_future(told), asyncio.ensure_future(sent)]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+async def _both(told: Any, sent: Any) -> None:
+    """Both sides of a hand-over. Where one fails the other would wait for ever: the sender is ended then."""
+    tasks = [asyncio.ensure_future(told), asyncio.ensure_future(sent)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _before(asked: Any) -> Any:
@@ -199,10 +235,19 @@ async def _before(asked: Any) -> Any:
         raise NotBegunError(str(error)) from error
 
 
-def _devices(options: SglangOptions) -> list[str]:
+def _devices(options: SglangOptions, server: SglangServer) -> list[str]:
+    """The server's own devices, rank by rank, as this machine numbers them."""
     if options.device == "cpu":
         return ["cpu"] * options.gpus_per_worker
-    return [f"cuda:{rank}" for rank in range(options.gpus_per_worker)]
+    return [f"cuda:{gpu}" for gpu in server.gpus.split(",")]
+
+
+def _sender_device(options: SglangOptions, server: SglangServer) -> str:
+    """A device for the sender's side of a group: none of the server's, since two ranks cannot share one."""
+    taken = _devices(options, server)
+    if options.device == "cpu":
+        return taken[0]
+    return next(device for device in (f"cuda:{number}" for number in count()) if device not in taken)
 
 
 @asynccontextmanager
@@ -213,9 +258,15 @@ async def make_transport(options: SglangOptions, timeouts: SglangTimeouts) -> As
         return
     sender = SenderProcess(timeouts.start_s)
     warming = asyncio.ensure_future(sender.started())
-    kind = TensorTransport if options.weights is WeightTransport.TENSOR else GroupTransport
+    limit_s = timeouts.control_s
     try:
-        yield kind(sender, options, timeouts.control_s)
+        with TemporaryDirectory(prefix="pearl-ipc-") as folder:
+            if options.weights is WeightTransport.TENSOR:
+                yield TensorTransport(sender, options, limit_s)
+            elif options.weights is WeightTransport.IPC:
+                yield IpcTransport(sender, options, limit_s, Path(folder))
+            else:
+                yield GroupTransport(sender, options, limit_s)
     finally:
         warming.cancel()
         await asyncio.gather(warming, return_exceptions=True)

@@ -1,7 +1,10 @@
 """The stand-in's routes: SGLang's HTTP API over the engine, its bootstrap server, and its gate."""
 
 import asyncio
+import hashlib
 import json
+import pickle
+import platform
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ _PARAMETERS = frozenset(
 )
 _OPEN = ("/health", "/ready", "/metrics", "/generate", "/ping", "/model_info", "/v1/loads", "/standin")
 _ROUTE_S = 5.0
+_SHARED_S = 10.0
 
 Route = Callable[[Request], Awaitable[Response]]
 
@@ -55,6 +59,7 @@ class StandInServer:
             "/end_weight_update": self._end,
             "/update_weights_from_disk": self._from_disk,
             "/update_weights_from_tensor": self._from_tensor,
+            "/update_weights_from_ipc": self._from_ipc,
             "/update_weights_from_distributed": self._from_group,
             "/init_weights_update_group": self._join_group,
             "/destroy_weights_update_group": self._leave_group,
@@ -257,6 +262,15 @@ class StandInServer:
         self.engine.require_session("update_weights_from_tensor")
         return self._replaced(body)
 
+    async def _from_ipc(self, request: Request) -> Response:
+        """Takes everything that is shared, and looks into none of it."""
+        body = request.json()
+        handles, device = body["zmq_handles"], f"GPU-{platform.machine()}"
+        if device not in handles:
+            raise Refused(f"Device UUID {device} not found in zmq_handles: {list(handles)}", success=False)
+        body["shared"] = await _take_shared(str(handles[device]), _SHARED_S)
+        return self._replaced(body)
+
     async def _from_group(self, request: Request) -> Response:
         body = request.json()
         self.engine.require_session("update_weights_from_distributed")
@@ -375,6 +389,32 @@ def _version(body: dict[str, Any]) -> str | None:
     if version is not None and not isinstance(version, str):
         raise Refused("weight_version: Input should be a valid string")
     return version
+
+
+async def _take_shared(address: str, limit_s: float) -> str:
+    """Be the receiving side of checkpoint-engine's protocol. Returns a digest of all that came."""
+    import zmq
+    import zmq.asyncio
+
+    nothing = pickle.dumps(None)[2:]
+    digest = hashlib.sha256()
+    connection = zmq.asyncio.Context.instance().socket(zmq.REP)
+    connection.linger = 0
+    try:
+        connection.connect(address)
+        async with asyncio.timeout(limit_s):
+            released = ended = False
+            while not ended:
+                message = await connection.recv()
+                # What it is, its first two bytes do not say: they are the protocol's version.
+                ended, released = released, message[2:] == nothing
+                digest.update(message)
+                await connection.send(b"")
+    except TimeoutError:
+        raise Refused(f"nobody shared weights at {address} within {limit_s:g} s", success=False) from None
+    finally:
+        connection.close()
+    return digest.hexdigest()
 
 
 async def _fetch(host: str, port: int, path: str, limit_s: float) -> dict[str, Any]:
