@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pearl_rl.cli.app import app
 from pearl_rl.report.charts import CHARTS, staleness_histogram, step_shares
-from pearl_rl.report.diagnosis import Level, diagnose
+from pearl_rl.report.diagnosis import Level, diagnose, reward_ends
 from pearl_rl.report.page import comparison_page, flat, lent_gpu_seconds, run_page, script_json, tiles
 from pearl_rl.report.run_record import percentiles, read_run
 from pearl_rl.report.standalone import standalone_plots
@@ -264,6 +264,22 @@ def test_several_runs_are_compared_with_the_first(run):
     Page(text)
     assert text.count('<article class="run">') == 2
     assert "<td>1.000</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "ends", "level"),
+    [
+        ([0.1, 0.3, 0.2, 0.2], (0.2, 0.2, 2), Level.NOTE),
+        ([0.1] * 10 + [0.2] * 12, (0.1, 0.2, 10), Level.GOOD),
+        ([0.2] * 10 + [0.1] * 12, (0.2, 0.1, 10), Level.WARNING),
+    ],
+)
+def test_learning_is_judged_by_steps_that_are_not_the_same_ones(run, rewards, ends, level):
+    steps = [{**run.steps[0], "step": n, "reward_mean": reward} for n, reward in enumerate(rewards, 1)]
+    trained = replace(run, simulated=False, steps=steps)
+    assert reward_ends(trained) == pytest.approx(ends)
+    (finding,) = [finding for finding in diagnose(trained) if finding.text.startswith("Reward went")]
+    assert finding.level is level
 
 
 def test_a_training_run_is_compared_by_its_counts_too(run):

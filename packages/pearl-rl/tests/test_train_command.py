@@ -112,7 +112,7 @@ def test_a_run_prints_a_line_a_step_and_its_summary(tmp_path, installed):
     assert sum(line.startswith("step ") for line in lines) == 3
     assert any("GPUs are emulated" in line and "the planner must find" in line for line in lines)
     assert "3 steps" in out
-    assert "reward 0.100 (first ten) → 0.400 (last ten)" in out
+    assert "reward 0.400 on average" in out
     assert "offered   1 preemptible GPU at" in out
 
 

@@ -29,6 +29,8 @@ Train = Callable[[Settings, RunFolder, Observer], Awaitable[TrainSummary]]
 STOP_GRACE_S = 30.0
 """How long a run may take to stop in order."""
 _TICK_S = 0.5
+_FIRST_STEPS = 10
+"""A run of no more steps has no first ones that are not the last ones too."""
 
 
 class Ending(Enum):
@@ -234,10 +236,10 @@ def _early(code: ExitCode, cause: str, summary: TrainSummary, settings: Settings
 
 def closing(summary: TrainSummary) -> Iterator[str]:
     """The summary for people."""
-    yield (
-        f"{summary.steps} steps in {seconds(summary.wall_s)}: reward {summary.reward_first10:.3f} (first ten) → "
-        f"{summary.reward_last10:.3f} (last ten), {summary.tokens_per_s:.0f} tokens/s"
-    )
+    reward = f"{summary.reward_first10:.3f} (first ten) → {summary.reward_last10:.3f} (last ten)"
+    if summary.steps <= _FIRST_STEPS:
+        reward = f"{summary.reward_last10:.3f} on average"
+    yield f"{summary.steps} steps in {seconds(summary.wall_s)}: reward {reward}, {summary.tokens_per_s:.0f} tokens/s"
     yield (
         f"{summary.trajectories} trajectories, {summary.lost_trajectories} lost, "
         f"{summary.stale_served} requests served by stale weights"

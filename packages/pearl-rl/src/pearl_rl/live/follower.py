@@ -10,10 +10,11 @@ from typing import Any
 
 from pearl_planner.gate import NOBODY_S
 from pearl_rl.control.control_server import read_control
-from pearl_rl.presentation.words import seconds
+from pearl_rl.presentation.words import reason_words, seconds
 from pearl_rl.report.run_record import check_run_folder, step_tokens
 from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
 from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY
+from pearl_state.decision import Reason
 
 _DECISIONS = 30
 _NEWS = 40
@@ -228,6 +229,7 @@ def brief_decision(line: Mapping[str, Any]) -> dict[str, Any]:
         "previous": decision["previous"],
         "selected": decision["selected"],
         "reason": decision["reason"],
+        "why": reason_words(Reason(decision["reason"])),
         "budget_workers": decision["budget_workers"],
         "gain_s": decision["gain_s"],
         "gate": None if gate is None else {"open": bool(gate["open"]), **_gate_terms(gate)},

@@ -8,11 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pearl_rl.presentation.words import reason_words, seconds, sparkline
+from pearl_rl.presentation.words import seconds, sparkline
 from pearl_rl.report.charts import seconds_signed
 from pearl_rl.report.svg import number
 from pearl_rl.report.table_history import gpu_words, role_letter
-from pearl_state.decision import Reason
 
 _STYLE = {"prefill": "yellow", "decode": "cyan", "colocated": "green", "training": "magenta"}
 _SHOWN = 6
@@ -151,4 +150,4 @@ def decision_words(decision: Mapping[str, Any]) -> str:
         )
     before, after = decision["previous"], decision["selected"]
     change = f"stays {after}" if before == after else f"{before or 'nothing'} → {after}"
-    return f"{when}  {change} for {decision['budget_workers']} workers ({reason_words(Reason(decision['reason']))})"
+    return f"{when}  {change} for {decision['budget_workers']} workers ({decision['why']})"

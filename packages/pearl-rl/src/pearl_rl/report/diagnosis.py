@@ -12,6 +12,7 @@ from pearl_rl.report.svg import number
 
 _GOOD_WAPE, _POOR_WAPE = 0.10, 0.25
 _TENTH = 0.1
+_TELLING_STEPS = 10
 
 
 class Level(StrEnum):
@@ -132,6 +133,8 @@ def _borrowing(run: RunRecord) -> Iterator[Finding]:
     lent = [gate for gate in compared if gate.open]
     waited = fmean([step["wait_grant_s"] for step in run.steps]) if run.steps else 0.0
     text = f"Lending training GPUs was weighed {_times(len(compared))} and done {_times(len(lent))}."
+    if any(gate.first and gate.open for gate in run.gates):
+        text += " At the very first, when nobody else served yet, they were lent without weighing."
     if lent:
         gain = sum(gate.benefit_s - gate.toggle_s for gate in lent)
         text += f" By prediction it gained {seconds_signed(gain)} net."
@@ -162,11 +165,19 @@ def _switching(run: RunRecord) -> Iterator[Finding]:
 def _learning(run: RunRecord) -> Iterator[Finding]:
     if run.simulated or len(run.steps) < 4:
         return
+    first, last, part = reward_ends(run)
+    words = f"Reward went from {first:.3f} (first {part}) to {last:.3f} (last {part})"
+    if part < _TELLING_STEPS:
+        yield Finding(Level.NOTE, f"{words}; {len(run.steps)} steps are too few to see learning.")
+    else:
+        yield Finding(Level.GOOD if last > first else Level.WARNING, f"{words}.")
+
+
+def reward_ends(run: RunRecord) -> tuple[float, float, int]:
+    """Mean reward of the first and of the last steps, and how many: at most ten, never the same ones."""
     rewards = [step["reward_mean"] for step in run.steps]
-    part = max(1, min(10, len(rewards) // 2))
-    first, last = fmean(rewards[:part]), fmean(rewards[-part:])
-    level = Level.GOOD if last > first else Level.WARNING
-    yield Finding(level, f"Reward went from {first:.3f} (first {part}) to {last:.3f} (last {part}).")
+    part = max(1, min(_TELLING_STEPS, len(rewards) // 2))
+    return fmean(rewards[:part]), fmean(rewards[-part:]), part
 
 
 def _budget(run: RunRecord) -> Iterator[Finding]:
@@ -174,6 +185,9 @@ def _budget(run: RunRecord) -> Iterator[Finding]:
         return
     ends = [level.at_s for level in run.levels[1:]] + [run.end_s]
     amounts = [(level.gpus, end - level.at_s) for level, end in zip(run.levels, ends, strict=True)]
+    # Before the first GPU came there was nothing to have.
+    while len(amounts) > 1 and not amounts[0][0]:
+        amounts.pop(0)
     mean = sum(gpus * length for gpus, length in amounts) / sum(length for _, length in amounts)
     counts = [gpus for gpus, _ in amounts]
     yield Finding(

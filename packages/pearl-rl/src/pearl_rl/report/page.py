@@ -9,7 +9,7 @@ from typing import Any
 
 from pearl_rl.presentation.words import reason_words, seconds
 from pearl_rl.report.charts import CHARTS, Chart, staleness_histogram
-from pearl_rl.report.diagnosis import diagnose
+from pearl_rl.report.diagnosis import diagnose, reward_ends
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens
 from pearl_rl.report.svg import number
 from pearl_rl.report.thinning import sums
@@ -100,12 +100,9 @@ def tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     steps, counts = run.steps, run.counts
     shown = [("throughput", number(run.throughput), "tokens/s"), ("steps", str(len(steps)), "steps")]
     if steps and not run.simulated:
-        rewards = [step["reward_mean"] for step in steps]
-        first, last = rewards[:10], rewards[-10:]
-        shown.append(
-            ("reward", f"{sum(first) / len(first):.3f} → {sum(last) / len(last):.3f}", "reward, first ten → last ten")
-        )
-    shown.append(("duration", seconds(run.end_s - run.begin_s), "duration"))
+        first, last, part = reward_ends(run)
+        shown.append(("reward", f"{first:.3f} → {last:.3f}", f"reward, first {part} → last {part}"))
+    shown.append(("duration", seconds(run.end_s - run.begin_s), "from the first event to the last"))
     if run.wape is not None:
         shown.append(("wape", f"{run.wape:.1%}", "predicted step time off by"))
     if steps:
