@@ -85,7 +85,8 @@ def release_unwanted(state: ElasticState) -> Step:
         if not group.cancelled and not group.workers <= want:
             groups[plan_id] = replace(group, cancelled=True)
             effects.append(CancelGroup(plan_id=plan_id))
-    state = replace(state, groups=groups)
+    if effects:
+        state = replace(state, groups=groups)
     busy = busy_or_withdrawn(state)
     leaving = [
         row

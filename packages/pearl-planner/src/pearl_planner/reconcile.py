@@ -264,8 +264,9 @@ def replan(state: ElasticState, trigger: str, loads: Mapping[WorkerId, float], *
     signal = signal or state.reconsider
     if state.running is not None:
         # One plan at a time: what came up meanwhile is decided on when it is over.
-        return replace(state, reconsider=signal), ()
-    state = replace(state, reconsider=False)
+        return (state if state.reconsider == signal else replace(state, reconsider=signal)), ()
+    if state.reconsider:
+        state = replace(state, reconsider=False)
     active = frozenset(state.table.active())
     members = (active | standby(state)) & wanted(state)
     if not members or (members == active and not signal and current_configuration(state.table) is not None):

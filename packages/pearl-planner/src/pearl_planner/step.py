@@ -40,9 +40,10 @@ def step(state: ElasticState, event: events.Event, loads: Mapping[WorkerId, floa
     `loads` tells how busy each worker is (requests it holds), so that a plan moves the least loaded ones.
     Total: every event is legal in every state. Raises only for a bug (a broken invariant).
     """
-    state, effects = _HANDLERS[type(event)](state, event)
+    handled, effects = _HANDLERS[type(event)](state, event)
     trigger = type(event).__name__
     out = list(effects)
+    state = handled
     for act in (
         release_unwanted,
         return_training,
@@ -50,9 +51,12 @@ def step(state: ElasticState, event: events.Event, loads: Mapping[WorkerId, floa
         expand,
         lambda s: replan(s, trigger, loads, signal=isinstance(event, _SIGNALS)),
         lambda s: rebalance(s, trigger, loads) if isinstance(event, events.LoadForecast) else (s, ()),
-        release_unwanted,
     ):
         state, effects = act(state)
+        out.extend(effects)
+    if state is not handled:
+        # Where nothing changed since it was called first, there is nothing to release either.
+        state, effects = release_unwanted(state)
         out.extend(effects)
     return state, tuple(out)
 

@@ -7,7 +7,7 @@ keys in the order of their keys. An event carries its name under `event`, so tha
 import json
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -95,36 +95,53 @@ def _order(key: Any) -> tuple[str, Any]:
     return ("", key) if isinstance(key, int | float) else ("t", str(key))
 
 
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-@cache
-def _shape(kind: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    kind = getattr(kind, "__supertype__", kind)
-    return kind, get_origin(kind), get_args(kind)
-
-
 def _decode(kind: Any, data: Any) -> Any:
     """`data` as a value of type `kind`."""
-    kind, origin, args = _shape(kind)
+    found: Callable[[Any], Any] = _decoder(kind)
+    return found(data)
+
+
+@cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """What makes values of type `kind`; put together once, since a journal holds millions of a few types."""
+    kind = getattr(kind, "__supertype__", kind)
+    origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        if data is None or type(data) in args:
-            return data
-        return _decode(next(arg for arg in args if arg is not types.NoneType), data)
-    if origin is frozenset:
-        return frozenset(_decode(args[0], item) for item in data)
-    if origin is list:
-        return [_decode(args[0], item) for item in data]
-    if origin in (tuple, Sequence):
-        return tuple(_decode(args[0], item) for item in data)
+        inner = _decoder(next(arg for arg in args if arg is not types.NoneType))
+        return lambda data: data if data is None or type(data) in args else inner(data)
+    if origin in (frozenset, list, tuple, Sequence):
+        return _many(tuple if origin is Sequence else origin, args[0])
     if origin is not None and issubclass(origin, Mapping):
-        return {_decode(args[0], key): _decode(args[1], value) for key, value in data.items()}
+        of_key, of_value = _decoder(args[0]), _decoder(args[1])
+        return lambda data: {of_key(key): of_value(value) for key, value in data.items()}
     if kind is Configuration:
-        return Configuration.parse(data)
+        return Configuration.parse
     if is_dataclass(kind) and isinstance(kind, type):
-        return kind(**{name: _decode(_hints(kind)[name], value) for name, value in data.items()})
+        return _record(kind)
     if isinstance(kind, type) and issubclass(kind, Enum | bool | int | float | str):
-        return kind(data)
+        return kind
     raise TypeError(f"cannot read a {kind}")
+
+
+def _many(collection: Callable[[Iterable[Any]], Any], item: Any) -> Callable[[Any], Any]:
+    item = getattr(item, "__supertype__", item)
+    decoder = _decoder(item)
+    plain = {item} if item in (int, float, str) else None
+
+    def decode_many(data: Any) -> Any:
+        # Of tokens and the like nothing is to be done.
+        return collection(data if plain is not None and set(map(type, data)) == plain else map(decoder, data))
+
+    return decode_many
+
+
+def _record(kind: type[Any]) -> Callable[[Any], Any]:
+    """For a dataclass; what its fields take is put together when the first one comes."""
+    decoders: dict[str, Callable[[Any], Any]] = {}
+
+    def decode_record(data: Any) -> Any:
+        if not decoders:
+            decoders.update({name: _decoder(hint) for name, hint in get_type_hints(kind).items()})
+        return kind(**{name: decoders[name](value) for name, value in data.items()})
+
+    return decode_record
