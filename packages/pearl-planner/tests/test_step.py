@@ -468,6 +468,27 @@ def test_the_answer_of_a_stage_does_not_touch_a_slot_that_was_freed_meanwhile() 
     assert not world.state.doomed
 
 
+@pytest.mark.parametrize("min_healthy", [0, 1, 2, 3])
+@pytest.mark.parametrize("crashes", [False, True])
+def test_however_often_slots_fail_never_fewer_than_min_healthy_are_kept(min_healthy: int, crashes: bool) -> None:
+    state = start(Borrowing.OFF)
+    world = World(replace(state, settings=replace(state.settings, max_restarts=1, min_healthy=min_healthy)))
+    world.post(offer(10, 11, 12))
+    for _ in range(60):
+        if crashes:
+            world.settle()
+            for row in list(world.state.table.rows.values()):
+                if row.lifecycle is Lifecycle.ACTIVE and row.zone is Zone.DEDICATED:
+                    world.post(
+                        events.WorkerFailed(now_s=1.0, worker=row.id, incarnation=row.incarnation, cause="crash")
+                    )
+        elif world.pending:
+            world.answer(0, fail=True)
+        slots = [row for row in world.state.table.rows.values() if row.zone is Zone.DEDICATED]
+        assert sum(row.lifecycle is not Lifecycle.RETIRED for row in slots) >= min_healthy
+    assert sum(row.lifecycle is not Lifecycle.RETIRED for row in slots) == min_healthy
+
+
 def test_a_worker_is_retired_after_its_restarts_but_never_the_last_of_the_healthy_ones() -> None:
     """NeMo-RL#3613: restarts without a cap; here three, then the slot is retired, but not below `min_healthy`."""
     for min_healthy, retired in ((0, True), (1, False)):

@@ -191,6 +191,13 @@ def test_the_time_under_way_is_that_of_all_control_planes_and_of_nothing_between
     assert recover(storage, elastic, from_start=True).clock.elapsed_s == 10.5
 
 
+def test_the_budget_of_failures_is_that_of_the_settings() -> None:
+    chosen = load_settings(None, ["cluster.min_healthy=2", "cluster.max_restarts=5"]).settings
+    elastic = parts.elastic_settings(chosen)
+    assert (elastic.min_healthy, elastic.max_restarts) == (2, 5)
+    assert parts.elastic_settings(load_settings(None, []).settings).min_healthy == 0
+
+
 def test_a_trace_goes_on_where_it_was_when_the_run_ended() -> None:
     settings = load_settings(None, []).settings
     (whole,) = (s for s in parts.availability(settings)._sources if isinstance(s, TraceSource))

@@ -161,6 +161,7 @@ def elastic_settings(settings: Settings) -> ElasticSettings:
         borrowing=Borrowing(cluster.borrowing),
         return_s=settings.limits.training.return_s,
         max_restarts=cluster.max_restarts,
+        min_healthy=cluster.min_healthy,
     )
 
 

@@ -21,6 +21,7 @@ _OURS_ALONE: Final = (
     ("cluster.ray", "Ray is reached as its launch script says"),
     ("cluster.runtime", "it runs on Ray"),
     ("cluster.max_restarts", "it has its own fault tolerance"),
+    ("cluster.min_healthy", "it has its own fault tolerance"),
     ("cluster.borrowing", "it does not lend training GPUs to rollout"),
     ("planner", "it does not choose mode and ratio; the ones in force are written where it has such"),
     ("limits", "they bound waits inside PEARL"),

@@ -74,6 +74,9 @@ class ClusterSettings(Section):
     max_restarts: int = Field(
         ge=0, le=1_000_000, description="failures of a worker slot, or of training ranks, before it is given up"
     )
+    min_healthy: int = Field(
+        ge=0, le=1_000_000, description="worker slots that are kept however often they fail; 0 ends a run without any"
+    )
     ray: RaySettings = Field(description='the cluster, where runtime = "ray"')
 
 
