@@ -10,6 +10,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import (
+    ExportLogsServiceRequest,
+    ExportLogsServiceResponse,
+)
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
     ExportMetricsServiceResponse,
@@ -19,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-received: dict[str, Any] = {"spans": [], "metrics": {}, "refused": []}
+received: dict[str, Any] = {"spans": [], "metrics": {}, "logs": [], "refused": []}
 
 
 def plain(value: Any) -> Any:
@@ -67,6 +71,24 @@ def take_metrics(body: bytes) -> bytes:
     return ExportMetricsServiceResponse().SerializeToString()
 
 
+def take_logs(body: bytes) -> bytes:
+    """Note every log record."""
+    for resource in ExportLogsServiceRequest.FromString(body).resource_logs:
+        for scope in resource.scope_logs:
+            for record in scope.log_records:
+                received["logs"].append(
+                    {
+                        "text": record.body.string_value,
+                        "level": record.severity_text,
+                        "severity": record.severity_number,
+                        "trace": record.trace_id.hex(),
+                        "span": record.span_id.hex(),
+                        "attributes": attributes(record.attributes),
+                    }
+                )
+    return ExportLogsServiceResponse().SerializeToString()
+
+
 class Handler(BaseHTTPRequestHandler):
     """OTLP/HTTP with binary protobuf."""
 
@@ -74,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        take = {"/v1/traces": take_spans, "/v1/metrics": take_metrics}.get(self.path)
+        take = {"/v1/traces": take_spans, "/v1/metrics": take_metrics, "/v1/logs": take_logs}.get(self.path)
         if take is None or self.headers["Content-Type"] != "application/x-protobuf":
             received["refused"].append(f"{self.path} {self.headers['Content-Type']}")
             self.send_error(404)

@@ -143,3 +143,22 @@ def test_the_window_is_bounded() -> None:
         )
     assert len(window.prefill) <= 6
     assert sorted({s.sequences for s in window.decode}) == [3997, 3998, 3999]
+
+
+def test_where_batches_overlap_a_path_is_that_of_a_mean_trajectory_and_has_no_tail() -> None:
+    tracker = RuntimeTracker()
+    for turns in (1, 2, 2, 4):
+        tracker.observe_turns(trajectory(1, turns))
+    tracker.finish_step(step=1, batch=200, makespan_s=3.0, decoding_fraction=0.5, steady=True)
+    profile = tracker.profile()
+    assert profile is not None
+    assert (profile.batch, profile.turns, profile.mean_turns) == (200, 2.25, 2.25)
+    assert profile.active_by_turn == ()
+    assert profile.environment_s == pytest.approx(2.25 * 0.2)
+    finish(tracker, 2)
+    for turns in (1, 2, 2, 4):
+        tracker.observe_turns(trajectory(3, turns))
+    finish(tracker, 3)
+    again = tracker.profile()
+    assert again is not None
+    assert (again.batch, again.turns) == (64, 4.0)

@@ -1,6 +1,7 @@
 """Traces and metrics reach real exporters: an OTLP/HTTP collector, JSON lines, and a Prometheus page."""
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from pearl_telemetry.context import TraceKeys
 from pearl_telemetry.dashboard import grafana, prometheus_name
 from pearl_telemetry.genai import TrackerSpanProcessor
 from pearl_telemetry.instruments import Instruments
+from pearl_telemetry.logs import CorrelatedLogs
 from pearl_telemetry.metrics import METRICS, SPANS, Kind, all_metrics, all_spans
 from pearl_telemetry.remote import WorkerSpans, open_worker_spans, served
 from pearl_telemetry.sdk import Telemetry, TelemetryError, TelemetryOptions, open_telemetry
@@ -267,6 +269,30 @@ def test_another_process_names_a_turn_before_it_is_written(collector: Collector)
     assert {span["trace"] for span in spans} == {request["trace"]}
     assert request["error"] == "it hung up"
     assert request["resource"]["service.instance.id"] == "w4-1"
+
+
+def test_log_records_arrive_with_the_span_that_their_task_works_for(collector: Collector, tmp_path: Path) -> None:
+    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint, jsonl=tmp_path))
+    assert telemetry.logger_provider is not None
+    contexts = [TraceKeys("r").turn("t1", 2).traceparent, ""]
+    handler, log = CorrelatedLogs(telemetry.logger_provider, lambda: contexts.pop(0)), logging.getLogger("pearl_test")
+    log.addHandler(handler)
+    try:
+        log.warning("worker %d did not answer", 4)
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            log.exception("given up")
+    finally:
+        log.removeHandler(handler)
+    telemetry.close()
+    first, second = collector.received()["logs"]
+    ids = TraceKeys("r").turn("t1", 2)
+    assert (first["text"], first["level"], first["severity"]) == ("worker 4 did not answer", "WARNING", 13)
+    assert (first["trace"], first["span"]) == (f"{ids.trace:032x}", f"{ids.span:016x}")
+    assert (second["trace"], second["attributes"]["exception.message"]) == ("", "broken")
+    rows = [json.loads(line) for line in (tmp_path / "logs.jsonl").read_text().splitlines()]
+    assert [(row["text"], row["trace"]) for row in rows] == [(first["text"], first["trace"]), ("given up", None)]
 
 
 def test_ids_follow_from_run_and_trajectory_alone() -> None:

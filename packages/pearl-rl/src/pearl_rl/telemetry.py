@@ -1,5 +1,6 @@
 """What a run tells the outside: OpenTelemetry traces and metrics, and scalar sinks such as TensorBoard."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -9,7 +10,7 @@ from typing import Any, Final, Protocol
 
 from pearl_executor.calls import Action
 from pearl_executor.runtimes.local.hosting import EngineRecipe
-from pearl_executor.tracing import TracingRecipe
+from pearl_executor.tracing import TRACEPARENT, TracingRecipe
 from pearl_rl.control.scheduler import Executor
 from pearl_rl.errors import CommandError
 from pearl_rl.observer import Observer, Observers, SilentObserver, StepRecord
@@ -22,6 +23,7 @@ from pearl_state.events import Event
 from pearl_state.trajectory import Trajectory
 from pearl_telemetry.context import TraceKeys
 from pearl_telemetry.instruments import Instruments
+from pearl_telemetry.logs import CorrelatedLogs
 from pearl_telemetry.sdk import TelemetryError, TelemetryOptions, open_telemetry
 from pearl_telemetry.traces import RunTraces
 
@@ -48,6 +50,8 @@ SCALARS: Final[Mapping[str, str]] = {
 """Field of a step's record → its name in a scalar sink."""
 
 
+_LOGGERS: Final = ("pearl_executor", "pearl_rl")
+"""Whose log records go where spans go."""
 _WRITES_SPANS: Final = ("pearl_telemetry.remote", "opentelemetry.sdk.trace.export")
 
 
@@ -95,6 +99,11 @@ class RunTelemetry(SilentObserver):
             kept = "" if options.jsonl is None else str(folder.absolute())
             where = {"jsonl": kept, "otlp_endpoint": options.otlp_endpoint, "run": options.run}
             self._tracing = TracingRecipe(opener="pearl_telemetry.remote:open_worker_spans", settings=where)
+        self._logs: logging.Handler | None = None
+        if self._telemetry.logger_provider is not None:
+            self._logs = CorrelatedLogs(self._telemetry.logger_provider, TRACEPARENT.get)
+            for name in _LOGGERS:
+                logging.getLogger(name).addHandler(self._logs)
         self._sinks = [_SINKS[name](folder) for name in settings.sinks]
 
     def observing(self, *others: Observer) -> Observers:
@@ -127,6 +136,11 @@ class RunTelemetry(SilentObserver):
             for sink in self._sinks:
                 sink.write(record.step, values)
 
+    def on_message(self, text: str) -> None:
+        """Something worth a line happened."""
+        if self._logs is not None:
+            self._logs.emit(logging.LogRecord("pearl_rl.run", logging.INFO, "", 0, text, None, None))
+
     def on_control(self, event: Event, effects: Iterable[Effect]) -> None:
         """One step of the control plane."""
         if self._traces is not None:
@@ -157,6 +171,9 @@ class RunTelemetry(SilentObserver):
 
     def close(self) -> None:
         """Flush and stop, within a bounded time."""
+        if self._logs is not None:
+            for name in _LOGGERS:
+                logging.getLogger(name).removeHandler(self._logs)
         self._telemetry.close()
         for sink in self._sinks:
             sink.close()

@@ -1,4 +1,4 @@
-"""Providers and exporters, where the `[sdk]` extra is installed: JSON lines, OTLP, Prometheus.
+"""Providers and exporters, where the `[sdk]` extra is installed: JSON lines, OTLP, Prometheus; spans, metrics, logs.
 
 The run itself uses the OpenTelemetry API alone. `open_telemetry` configures what its points and spans go to, and
 `Telemetry.close` flushes within a bounded time: a collector that does not answer never holds a run up.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from opentelemetry import metrics, trace
+from opentelemetry._logs import LoggerProvider
 
 from pearl_telemetry.context import ChosenIds
 from pearl_telemetry.instruments import SCOPE
@@ -31,7 +32,7 @@ class TelemetryOptions:
     """Where telemetry goes. Nothing set: nowhere, and no SDK is needed."""
 
     jsonl: Path | None = None
-    """Folder that gets `spans.jsonl` and `points.jsonl`."""
+    """Folder that gets `spans.jsonl`, `points.jsonl` and `logs.jsonl`."""
     otlp_endpoint: str = ""
     """Collector's OTLP/HTTP address, like http://localhost:4318."""
     prometheus_port: int = 0
@@ -61,9 +62,12 @@ class Telemetry:
         tracer_provider: trace.TracerProvider | None = None,
         closing: Sequence[Any] = (),
         ids: ChosenIds | None = None,
+        logger_provider: LoggerProvider | None = None,
     ) -> None:
         self.meter_provider = meter_provider
         self.tracer_provider = tracer_provider
+        self.logger_provider = logger_provider
+        """Where log records go; None where nobody takes them."""
         self.ids = ids
         """Gives spans the ids that were chosen for them; None without an SDK."""
         self._closing = closing
@@ -101,8 +105,9 @@ def open_telemetry(options: TelemetryOptions) -> Telemetry:
     if options.spans_only:
         return Telemetry(None, tracer_provider, [tracer_provider.shutdown, *closing], ids)
     meter_provider = sdk_metrics.MeterProvider(resource=resource, metric_readers=readers)
-    stop = [tracer_provider.shutdown, meter_provider.shutdown, *closing]
-    return Telemetry(meter_provider, tracer_provider, stop, ids)
+    logs = _logs(options, resource, closing)
+    stop = [tracer_provider.shutdown, meter_provider.shutdown, *([logs.shutdown] if logs else []), *closing]
+    return Telemetry(meter_provider, tracer_provider, stop, ids, logs)
 
 
 def _load(module: str) -> Any:
@@ -151,6 +156,28 @@ def _add_prometheus(options: TelemetryOptions, readers: list[Any], closing: list
         raise TelemetryError(f"Prometheus page cannot listen on {where}: {error}") from None
     readers.append(exporter.PrometheusMetricReader())
     closing += [server.shutdown, server.server_close]
+
+
+def _logs(options: TelemetryOptions, resource: Any, closing: list[Any]) -> Any:
+    """Where log records go: to the collector, and into the folder; None for neither."""
+    if not options.otlp_endpoint and options.jsonl is None:
+        return None
+    sdk, export = _load("opentelemetry.sdk._logs"), _load("opentelemetry.sdk._logs.export")
+    provider = sdk.LoggerProvider(resource=resource, shutdown_on_exit=False)
+    exporters = []
+    if options.otlp_endpoint:
+        otlp = _load("opentelemetry.exporter.otlp.proto.http._log_exporter")
+        endpoint = f"{options.otlp_endpoint.rstrip('/')}/v1/logs"
+        exporters.append(otlp.OTLPLogExporter(endpoint=endpoint, timeout=_EXPORT_S))
+    if options.jsonl is not None:
+        lines = _Lines(options.jsonl / "logs.jsonl")
+        closing.append(lines.close)
+        exporters.append(_log_lines(export, lines))
+    for exporter in exporters:
+        provider.add_log_record_processor(
+            export.BatchLogRecordProcessor(exporter, schedule_delay_millis=_SPANS_S * 1000)
+        )
+    return provider
 
 
 # ---- JSON lines ------------------------------------------------------------------------------------------------------
@@ -207,6 +234,33 @@ def _add_jsonl(options: TelemetryOptions, tracer_provider: Any, readers: list[An
     point_lines = _Lines(folder / "points.jsonl")
     readers.append(_periodic(Points(), options))
     closing.append(point_lines.close)
+
+
+def _log_lines(export: Any, lines: _Lines) -> Any:
+    class Logs(export.LogRecordExporter):  # type: ignore[misc]
+        def export(self, batch: Sequence[Any]) -> Any:
+            lines.write([log_row(record.log_record) for record in batch])
+            return export.LogRecordExportResult.SUCCESS
+
+        def shutdown(self) -> None:
+            return None
+
+        def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
+            return True
+
+    return Logs()
+
+
+def log_row(record: Any) -> dict[str, Any]:
+    """A log record as one JSON object."""
+    return {
+        "at_s": record.timestamp / 1e9,
+        "level": record.severity_text,
+        "text": record.body,
+        "trace": f"{record.trace_id:032x}" if record.trace_id else None,
+        "span": f"{record.span_id:016x}" if record.span_id else None,
+        "attributes": dict(record.attributes or {}),
+    }
 
 
 def span_row(span: Any) -> dict[str, Any]:

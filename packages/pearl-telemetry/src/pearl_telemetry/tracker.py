@@ -143,7 +143,8 @@ class RuntimeTracker:
         measured it. `paired` says whether the step ran under disaggregation (None: under both modes), `moved` which
         part of prefixes trajectories left behind on other workers, and `choice` the chance that a worker taken at
         random is another one. `steady` says that as many trajectories are under way at any time, because others enter
-        as these end: then a batch has no tail, and its path is that of a mean trajectory. Turns of earlier steps that were never finished are forgotten.
+        as these end: then a batch has no tail, and its path is that of a mean trajectory. Turns of earlier steps that
+        were never finished are forgotten.
         """
         seen = self._steps.pop(step, None)
         self._steps = {number: sums for number, sums in self._steps.items() if number > step}

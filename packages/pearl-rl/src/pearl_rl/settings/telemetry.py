@@ -10,7 +10,7 @@ from pearl_rl.settings.job import Section
 class TelemetrySettings(Section):
     """`[telemetry]`: OpenTelemetry exporters (they need pearl-telemetry[sdk]) and scalar sinks. Nothing by default."""
 
-    jsonl: bool = Field(description="write spans.jsonl and points.jsonl into the run folder")
+    jsonl: bool = Field(description="write spans.jsonl, points.jsonl and logs.jsonl into the run folder")
     otlp_endpoint: str = Field(description="OTLP/HTTP collector, like http://localhost:4318; empty for none")
     prometheus_port: int = Field(ge=0, le=65_535, description="page that Prometheus scrapes; 0 for none")
     prometheus_host: str = Field(min_length=1, description="address that the page listens on")
