@@ -3,12 +3,14 @@
 import asyncio
 import json
 import secrets
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from pearl_executor.engines.sglang.checksums import snapshot_checksum
 from pearl_executor.ports import Finish, GenerateRequest, Sampling, WeightSnapshot, WorkerError, WorkerLostError
+from pearl_executor.tracing import TRACEPARENT
 from pearl_state.roles import Role
 from pearl_state.trajectory import WeightSpan
 
@@ -59,6 +61,11 @@ class Game:
             if not found:
                 return
 
+    def contexts(self, row):
+        """What a stand-in was sent: request → trace context."""
+        with urllib.request.urlopen(f"{self.runtime.server(row).url}/standin/contexts", timeout=10) as answer:
+            return json.load(answer)
+
     def journal(self, action):
         lines = (self.servers.folder / "sglang.jsonl").read_text().splitlines()
         return [line for line in map(json.loads, lines) if line["action"] == action]
@@ -80,6 +87,28 @@ def test_chunks_are_the_result_in_order_and_once(game):
         ]
         assert result.finish is Finish.LENGTH
         assert sum(span.tokens for span in result.spans) == 20
+
+
+def test_a_call_carries_the_trace_context_of_its_task_to_each_of_its_servers(game):
+    context = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+    asked, apart, bare = request(2), request(2), request(2)
+
+    async def traced(call, asked):
+        token = TRACEPARENT.set(context)
+        try:
+            await call(asked)
+        finally:
+            TRACEPARENT.reset(token)
+
+    game.run(traced(game.alone, asked))
+    game.run(traced(game.pair, apart))
+    game.run(game.alone(bare))
+    if game.servers.kind == "stand-in":
+        # Another process than this one, which says what it was sent.
+        told = [game.contexts(row) for row in (game.colocated, game.prefill, game.decode)]
+        assert [found.get(asked.rid) for found in told] == [context, None, None]
+        assert [found.get(apart.rid) for found in told] == [None, context, context]
+        assert all(bare.rid not in found for found in told)
 
 
 def test_a_pair_gives_the_tokens_of_one_server_and_both_sides_reuse_prefixes_over_turns(game):

@@ -19,6 +19,7 @@ class Servers:
 
     def __init__(self, interpreter, model, folder, **changes):
         self.folder = folder
+        self.kind = "stand-in" if interpreter == STAND_IN else "real"
         self.model, self.later = model
         self.runner = asyncio.Runner()
         self.lost = []

@@ -47,6 +47,8 @@ class StandInServer:
         self._routes_known: dict[tuple[str, int], int] = {}
         """Decode: prefill address → its role epoch when it was first spoken to."""
         self._stale_routes = False
+        self._contexts: dict[str, str] = {}
+        """Request → the `traceparent` that it came with; only of those that brought one."""
         self._posts: dict[str, Route] = {
             "/generate": self._generate,
             "/abort_request": self._abort,
@@ -76,6 +78,7 @@ class StandInServer:
             "/server_info": self._server_info,
             "/v1/loads": self._loads,
             "/metrics/": self._metrics,
+            "/standin/contexts": lambda: json_response(self._contexts),
         }
 
     async def serve(self) -> None:
@@ -136,6 +139,8 @@ class StandInServer:
 
     async def _generate(self, request: Request) -> Response:
         body = request.json()
+        if "traceparent" in request.headers:
+            self._contexts[str(body["rid"])] = request.headers["traceparent"]
         parameters = body.get("sampling_params") or {}
         unknown = sorted(parameters.keys() - _PARAMETERS)
         if unknown:
