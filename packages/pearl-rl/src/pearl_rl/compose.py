@@ -92,8 +92,9 @@ _EXPECTED = (
     UpdateTimeoutError,
     WorkerError,
     ProcessError,
+    OSError,
 )
-"""What may end a run though nothing in PEARL is wrong; each message names the cause."""
+"""What may end a run though nothing in PEARL is wrong, a full disk among them; each message names the cause."""
 
 
 class _Figures(SilentObserver):

@@ -45,12 +45,15 @@ class LineFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def append(self, value: Any) -> None:
-        """Write one value as one line, at once. Raises `ValueError` after `close`."""
+        """Write one value as one line, at once. Raises `ValueError` after `close`, else `OSError` with the file."""
         if self._file < 0:
             raise ValueError(f"{self.path} is closed")
         data = memoryview((json_line(value) + "\n").encode())
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Give the file back. May be called twice."""

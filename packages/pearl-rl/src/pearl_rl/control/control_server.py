@@ -75,7 +75,7 @@ class ControlServer:
             raise RefusedError(HTTPStatus.NOT_FOUND, "there is POST /commands, and GET /gpus for GPUs of people")
         try:
             command = json.loads(await request.body())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RefusedError(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
         try:
             return as_json(self.carry_out(command))

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from pearl_planner.elastic import ElasticState
 from pearl_planner.step import step
+from pearl_rl.rollout.batch_rollout import first_error
 from pearl_state.effects import Effect, GrantTraining, RecordDecision, ReturnGpus
 from pearl_state.events import Event
 from pearl_state.table import WorkerTable
@@ -95,22 +96,31 @@ class ElasticScheduler:
         self._events.put_nowait(None)
 
     async def run(self) -> None:
-        """Handle events until `stop`. Raises what a bug in the core or an executor raised."""
-        async with asyncio.TaskGroup() as tasks:
-            running: set[asyncio.Task[None]] = set()
-            ended = False
-            while not ended:
-                events, ended = await self._waiting()
-                for event, loads in await self._durable(events):
-                    self.state, effects = step(self.state, event, self._routing.loads() if loads is None else loads)
-                    self._routing.apply(self.state.table)
-                    self._on_step(event, self.state, effects)
-                    for effect in effects:
-                        self._start(tasks, running, effect)
-                if self._journal is not None:
-                    self._journal.applied(self.state)
-            for task in running:
-                task.cancel()
+        """Handle events until `stop`.
+
+        Raises what `journal` or `on_step` raised, e.g. of a full disk, or what a bug in the core or an executor did.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._handle_events(tasks)
+        except BaseExceptionGroup as failed:
+            raise first_error(failed) from None
+
+    async def _handle_events(self, tasks: asyncio.TaskGroup) -> None:
+        running: set[asyncio.Task[None]] = set()
+        ended = False
+        while not ended:
+            events, ended = await self._waiting()
+            for event, loads in await self._durable(events):
+                self.state, effects = step(self.state, event, self._routing.loads() if loads is None else loads)
+                self._routing.apply(self.state.table)
+                self._on_step(event, self.state, effects)
+                for effect in effects:
+                    self._start(tasks, running, effect)
+            if self._journal is not None:
+                self._journal.applied(self.state)
+        for task in running:
+            task.cancel()
 
     async def _waiting(self) -> tuple[list[Event], bool]:
         """All events that wait, at least one, and whether the end comes after them."""

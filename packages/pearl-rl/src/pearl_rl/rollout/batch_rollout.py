@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from pearl_rl.rollout.lifecycle import LifecycleTrace, task_kind
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.task_gate import TaskGate
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
+
+_log = logging.getLogger(__name__)
 
 
 class UnplayableTasksError(RuntimeError):
@@ -135,7 +138,7 @@ class BatchRollout:
     def give_up(self, samples: Iterable[tuple[GroupId, TrajectoryId]]) -> None:
         """End samples that the buffer dropped; their groups wait for them no more."""
         for group, trajectory in samples:
-            self._note(SampleFailed(group=group, trajectory=trajectory))
+            self._note(SampleFailed(group=group, trajectory=trajectory, cause="it would make its group too old"))
             player = self._playing.pop(trajectory, None)
             if player is not None:
                 self._given_up.add(player)
@@ -271,8 +274,10 @@ class BatchRollout:
         """Account for a sample that the infrastructure failed. Returns the pause before the next one, seconds."""
         cause = str(error.cause) if isinstance(error, GenerationFailedError) else "environment"
         self.failures[cause] += 1
-        self._note(SampleFailed(group=episode.group, trajectory=episode.trajectory))
-        failures = self._buffer.failed(episode.group, episode.trajectory, f"{type(error).__name__}: {error}")
+        words = f"{type(error).__name__}: {error}"
+        self._note(SampleFailed(group=episode.group, trajectory=episode.trajectory, cause=words))
+        _log.warning("%s of %s is played again: %s", episode.trajectory, episode.group, words)
+        failures = self._buffer.failed(episode.group, episode.trajectory, words)
         return min(self._limits.pause_s * 2.0 ** (failures - 1), self._limits.max_pause_s)
 
 

@@ -67,6 +67,7 @@ class SampleFailed:
 
     group: GroupId
     trajectory: TrajectoryId
+    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

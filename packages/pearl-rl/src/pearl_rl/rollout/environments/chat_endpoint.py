@@ -120,7 +120,7 @@ class ChatEndpoint:
             raise ChatRefusal(404, "only POST {base_url}/chat/completions is served")
         try:
             request = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ChatRefusal(400, "the body is not JSON") from None
         if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
             raise ChatRefusal(400, "the body has no list of messages")

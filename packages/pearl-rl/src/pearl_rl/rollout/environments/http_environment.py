@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from pearl_rl.rollout.environments.protocol import (
     Task,
 )
 
+MOST_ANSWER_BYTES = 32 * 2**20
+"""A longer answer is a failure of the server."""
+
 
 class HttpEnvironment:
     """One episode on a server. A server that cannot be reached, or refuses, is an `EnvironmentFailure`."""
@@ -31,13 +35,22 @@ class HttpEnvironment:
     async def reset(self, task: Task) -> Observation:
         """See `Environment`."""
         answer = await self._post("/start", {"task": {"id": task.id, "seed": task.seed, "payload": dict(task.payload)}})
-        self._session = str(answer["session"])
+        session = answer.get("session")
+        if not isinstance(session, str):
+            raise EnvironmentFailure(f"environment server {self._address.netloc}/start: an answer without session")
+        self._session = session
         return _observation(answer)
 
     async def step(self, action: str) -> StepResult:
         """See `Environment`."""
         answer = await self._post("/observation", {"session": self._session, "action": action})
-        return StepResult(_observation(answer), float(answer["reward"]), bool(answer["done"]), answer.get("info", {}))
+        reward, done, info = answer.get("reward"), answer.get("done"), answer.get("info", {})
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise EnvironmentFailure(f"environment server {self._address.netloc}/observation: reward is {reward!r}")
+        if not isinstance(done, bool) or not isinstance(info, dict):
+            raise EnvironmentFailure(f"environment server {self._address.netloc}/observation: done is {done!r}")
+        plain = {key: value for key, value in info.items() if isinstance(value, str | int | float | None)}
+        return StepResult(_observation(answer), float(reward), done, plain)
 
     async def pause(self) -> None:
         """Stop the session's timeouts: its task waits for its turn."""
@@ -63,7 +76,7 @@ class HttpEnvironment:
         try:
             async with asyncio.timeout(self._request_s):
                 status, answer = await _exchange(address, path, json.dumps(body).encode(), self._token)
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError, ValueError, RecursionError) as error:
             reason = f"no answer within {self._request_s:g} s" if isinstance(error, TimeoutError) else error
             raise EnvironmentFailure(f"environment server {address.netloc}{path}: {reason}") from error
         if status != 200:
@@ -82,11 +95,18 @@ async def _exchange(address: SplitResult, path: str, body: bytes, token: str) ->
         )
         writer.write(head.encode() + body)
         await writer.drain()
-        answer = await reader.read()
+        answer = bytearray()
+        while part := await reader.read(65536):
+            answer += part
+            if len(answer) > MOST_ANSWER_BYTES:
+                raise ValueError(f"the answer is longer than {MOST_ANSWER_BYTES} bytes")
     finally:
         writer.close()
-    lines, _, payload = answer.partition(b"\r\n\r\n")
-    status = int(lines.split(b" ", 2)[1]) if lines else 0
+    lines, _, payload = bytes(answer).partition(b"\r\n\r\n")
+    words = lines.split(b" ", 2)
+    if len(words) < 2:
+        raise ValueError("the answer is not HTTP")
+    status = int(words[1])
     decoded = json.loads(payload or b"{}")
     if not isinstance(decoded, dict):
         raise ValueError("the answer is no JSON object")
@@ -97,7 +117,7 @@ def _observation(answer: Mapping[str, Any]) -> Observation:
     try:
         return Observation(tuple(Message(str(m["role"]), str(m["content"])) for m in answer["messages"]))
     except (KeyError, TypeError) as error:
-        raise EnvironmentFailure(f"environment server: an observation without {error}") from error
+        raise EnvironmentFailure(f"environment server: no messages of role and content ({error})") from error
 
 
 class _Numbered:

@@ -89,8 +89,11 @@ class _Process:
             await self._process.stdin.drain()
         except ConnectionError as error:
             raise _ProcessEnded("ended") from error
-        reply = json.loads(await self.line())
-        if not isinstance(reply, dict) or reply.get("id") != self._calls:
+        try:
+            reply = json.loads(await self.line())
+        except (ValueError, RecursionError) as error:
+            raise _ProcessEnded("wrote what is no JSON") from error
+        if not isinstance(reply, dict) or reply.get("id") != self._calls or not reply.keys() & {"value", "error"}:
             raise _ProcessEnded("answered another request")
         return reply
 

@@ -166,7 +166,7 @@ class EnvironmentServer:
             body = json.loads(await request.body())
             with served(request.fields, SPANS.environment_request, {"pearl.op": request.path}):
                 return as_json(await self._carry_out(request.path, body))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise RefusedError(
                 HTTPStatus.BAD_REQUEST, f"{request.path}: the body is not as it must be: {error}"
             ) from None
