@@ -8,9 +8,10 @@ refused, and what would run in a thread runs in the loop, taking no virtual time
 import asyncio
 import selectors
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
-from contextvars import Context
+from contextvars import Context, copy_context
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -82,11 +83,25 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Let the clock jump, as when a machine was suspended: all that was due meanwhile is due at once."""
         self._now_s += by_s
 
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See `asyncio`."""
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See `asyncio`."""
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See `asyncio`."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = _Timer(when, callback, args, self, context)
         self._order += 1
         heappush(self._timers, (when, self._order, handle))
         return handle
@@ -99,9 +114,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._order += 1
         heappush(self._timers, (when, self._order, action))
 
+    def rest(self, seconds: float) -> asyncio.Future[None]:
+        """What `asyncio.sleep` does, for those who sleep very often; await it at once."""
+        future: asyncio.Future[None] = self.create_future()
+        self.alarm(self._now_s + seconds, partial(_wake, future))
+        return future
+
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """What `TimerHandle.cancel` calls; one that has fired is in the heap no more, which is counted too high."""
-        del handle
+        """What `TimerHandle.cancel` calls."""
+        if not handle._scheduled:  # type: ignore[attr-defined]
+            return  # it has fired and is in the heap no more
         self._cancelled += 1
         if self._cancelled > _MANY_CANCELLED and 2 * self._cancelled > len(self._timers):
             # In place: an iteration may be going through the heap.
@@ -110,30 +132,43 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             self._cancelled = 0
 
     def _run_once(self) -> None:
-        """One iteration, in the place of asyncio's: time jumps to the next timer where nothing is ready."""
+        """Iterations until the loop is to stop, in the place of one of asyncio's: a call for each costs as much again.
+
+        Time jumps to the next timer where nothing is ready.
+        """
         ready: deque[asyncio.Handle | Callable[[], None]] = self._ready  # type: ignore[attr-defined]
         timers = self._timers
-        if ready or self._stopping:  # type: ignore[attr-defined]
-            self._spins += 1
-            if self._spins > LIVELOCK_ITERATIONS:
-                raise SimulationDeadlockError(f"time stands still at {self._now_s} s: {_describe_waiting()}")
-        else:
-            while timers and _is_void(timers[0][2]):
-                heappop(timers)
-            if not timers:
-                raise SimulationDeadlockError(f"no task can run and no timer is armed: {_describe_waiting()}")
-            if timers[0][0] > self._now_s:
-                self._now_s = timers[0][0]
+        while True:
+            if ready or self._stopping:  # type: ignore[attr-defined]
+                self._spins += 1
+                if self._spins > LIVELOCK_ITERATIONS:
+                    raise SimulationDeadlockError(f"time stands still at {self._now_s} s: {_describe_waiting()}")
+            else:
+                ready.append(self._next_timer())
+            now_s = self._now_s
+            while timers and timers[0][0] <= now_s:
+                ready.append(_fired(heappop(timers)[2]))
+            for _ in range(len(ready)):
+                due = ready.popleft()
+                if not isinstance(due, asyncio.Handle):
+                    due()
+                elif not due.cancelled():
+                    due._run()
+            if self._stopping:  # type: ignore[attr-defined]
+                return
+
+    def _next_timer(self) -> asyncio.Handle | Callable[[], None]:
+        """The next timer that is not cancelled, out of the heap; time jumps there."""
+        timers = self._timers
+        while timers:
+            when, _, timer = heappop(timers)
+            if _is_void(timer):
+                continue
+            if when > self._now_s:
+                self._now_s = when
                 self._spins = 0
-        now_s = self._now_s
-        while timers and timers[0][0] <= now_s:
-            ready.append(heappop(timers)[2])
-        for _ in range(len(ready)):
-            due = ready.popleft()
-            if not isinstance(due, asyncio.Handle):
-                due()
-            elif not due.cancelled():
-                due._run()
+            return _fired(timer)
+        raise SimulationDeadlockError(f"no task can run and no timer is armed: {_describe_waiting()}")
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Call `func` here and now, taking no virtual time: a thread would make the run depend on the machine."""
@@ -153,6 +188,57 @@ def run_virtual(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T
     """
     with asyncio.Runner(debug=debug, loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
+
+
+class _Handle(asyncio.Handle):
+    """A callback, without a look at whether the loop debugs: where it was made is not kept."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., object], args: Sequence[Any], loop: VirtualTimeLoop, context: Context | None
+    ) -> None:
+        _fill(self, callback, args, loop, context)
+
+
+class _Timer(asyncio.TimerHandle):
+    """The same with a time."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: VirtualTimeLoop,
+        context: Context | None,
+    ) -> None:
+        _fill(self, callback, args, loop, context)
+        self._when = when
+        self._scheduled = True
+
+
+def _fill(
+    handle: Any, callback: Callable[..., object], args: Sequence[Any], loop: VirtualTimeLoop, context: Context | None
+) -> None:
+    """What `asyncio.Handle` keeps."""
+    handle._callback, handle._args, handle._loop = callback, args, loop
+    handle._context = copy_context() if context is None else context
+    handle._cancelled = False
+    handle._repr = handle._source_traceback = None
+
+
+def _fired(timer: asyncio.Handle | Callable[[], None]) -> asyncio.Handle | Callable[[], None]:
+    """`timer`, marked as out of the heap."""
+    if isinstance(timer, asyncio.TimerHandle):
+        timer._scheduled = False  # type: ignore[attr-defined]
+    return timer
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _is_void(timer: asyncio.Handle | Callable[[], None]) -> bool:

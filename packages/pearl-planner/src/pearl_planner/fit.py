@@ -142,7 +142,8 @@ def _column(kind: str, name: str, values: Sequence[float], *, least: float = 0.0
 
 def _too_alike(x: Floats, what: str, settings: FitSettings) -> str | None:
     """Why a line over `x` would extrapolate; None where it would not."""
-    distinct = len(np.unique(x))
+    # Not np.unique, which imports masked arrays at its first call.
+    distinct = len(set(x.tolist()))
     if distinct < settings.least_distinct:
         return f"only {distinct} distinct {what}, a line needs {settings.least_distinct}"
     low, high = float(x.min()), float(x.max())

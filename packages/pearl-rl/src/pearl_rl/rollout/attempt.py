@@ -171,6 +171,7 @@ class Attempt:
         "received",
         "request",
         "route",
+        "slots",
         "version",
     )
 
@@ -183,6 +184,7 @@ class Attempt:
     ) -> None:
         self.progress = progress
         self.route = route
+        self.slots = route.slots
         self.request = progress.request()
         self.context_tokens = len(self.request.prompt)
         self.queued_tokens = 0

@@ -24,6 +24,7 @@ from pearl_rl.rollout.ledger import (
     SampleDispatched,
     SampleFailed,
     TurnPlayed,
+    unnoted,
 )
 from pearl_rl.rollout.lifecycle import LifecycleTrace, task_kind
 from pearl_rl.rollout.router import Router
@@ -80,7 +81,7 @@ class BatchRollout:
         limits: RefillLimits | None = None,
         position: Position | None = None,
         lifecycle: LifecycleTrace | None = None,
-        note: Note = lambda _record: None,
+        note: Note = unnoted,
         gate: TaskGate | None = None,
     ) -> None:
         """`note` is told of everything that a resumed run must know. `gate` stands before the router."""
@@ -203,10 +204,12 @@ class BatchRollout:
             episode, turns = self._dispatch(group) if resumed is None else self._again(group, *resumed)
             resumed = None
             generate = self._enter(episode)
+            if turns or self._note is not unnoted:
+                generate = Replay(generate, turns, self._note)
             accepted: bool | None = None
             self._playing[episode.trajectory] = _this_task()
             try:
-                trajectory = await self._agent.run(episode, Replay(generate, turns, self._note))
+                trajectory = await self._agent.run(episode, generate)
             except (GenerationFailedError, EnvironmentFailure) as error:
                 if isinstance(error, GenerationFailedError) and error.cause is FailureCause.CLOSED:
                     self._buffer.cancelled(group, episode.trajectory)

@@ -1,12 +1,15 @@
 """One model call as an agent asks for it, and what it gets back. The router stands in between."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from pearl_executor.ports import Finish, Sampling
 from pearl_state.trajectory import TrajectoryId, WeightSpan
 from pearl_state.worker import WorkerId
+
+_USUAL: Final = Sampling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,7 @@ class ModelCall:
     """The whole context, tokens. A simulation gives a `range`."""
     max_new_tokens: int
     """Most tokens to generate, over all attempts together."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = _USUAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ class InFlight:
         home = progress.home
         attempt.queued_tokens = max(0, context_tokens - first.homes.get(home.trajectory, 0))
         first.queued_tokens += attempt.queued_tokens
-        for slot in attempt.route.slots:
+        for slot in attempt.slots:
             slot.waiting += 1
             slot.tokens += context_tokens
             slot.probing = slot.blocked_until_s > 0.0
@@ -99,7 +99,7 @@ class InFlight:
                 prefill.tokens -= attempt.context_tokens
         decode.tokens -= attempt.context_tokens
         del self._attempts[attempt]
-        for slot in attempt.route.slots:
+        for slot in attempt.slots:
             if slot.probing:
                 slot.probing = False
                 self._on_probed()
@@ -108,7 +108,7 @@ class InFlight:
 
     def give_up(self, ending: Ending, slot: Slot | None = None) -> int:
         """End attempts, all or those on `slot`. Returns how many there are; they leave when the loop gets to them."""
-        chosen = [attempt for attempt in self._attempts if slot is None or slot in attempt.route.slots]
+        chosen = [attempt for attempt in self._attempts if slot is None or slot in attempt.slots]
         for attempt in chosen:
             attempt.give_up(ending)
         return len(chosen)

@@ -119,6 +119,13 @@ RolloutRecord = (
     | RolloutResumed
 )
 Note = Callable[[RolloutRecord], None]
+
+
+def unnoted(record: RolloutRecord) -> None:
+    """The `Note` of a run without a journal: nothing is kept."""
+    del record
+
+
 RECORDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (

@@ -24,7 +24,7 @@ from pearl_rl.rollout.buffer import (
 from pearl_rl.rollout.counts import BufferCounts
 from pearl_rl.rollout.diagnosis import Observation, diagnose
 from pearl_rl.rollout.environments.protocol import TaskSource
-from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected, StepTrained
+from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected, StepTrained, unnoted
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import (
     EndReason,
@@ -112,7 +112,7 @@ class PipelineScheduler:
         lifecycle: LifecycleTrace | None = None,
         batching: TaskGate | None = None,
         readiness: ReadinessMonitor | None = None,
-        note: Note = lambda _record: None,
+        note: Note = unnoted,
         commit: Callable[[], Awaitable[None]] | None = None,
         restored: RolloutLedger | None = None,
     ) -> None:

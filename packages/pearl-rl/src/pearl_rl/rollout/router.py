@@ -206,7 +206,7 @@ class Router:
         while True:
             if lifecycle is not None:
                 lifecycle.ready(call.trajectory, call.turn, progress.context_tokens)
-            route = await self._route(progress)
+            route = self._choose(progress, self._now_s()) or await self._wait_for_route(progress)
             result = await self._attempt(progress, route)
             if result is None:
                 continue
@@ -216,22 +216,20 @@ class Router:
             self.statistics.generated_tokens += len(result.tokens)
             return result
 
-    async def _route(self, progress: Progress) -> Route:
-        """The worker or pair for the next attempt; waits until there is one, within limits."""
+    def _choose(self, progress: Progress, now_s: float) -> Route | None:
+        """The worker or pair for the next attempt; None where nobody may serve it now."""
+        if self._ended:
+            raise self._failure(FailureCause.CLOSED, progress, "the router is shut down")
+        if not self._gate_open:
+            return None
+        return self._serving.choose(progress.home, progress.context_tokens, now_s, progress.avoid)
+
+    async def _wait_for_route(self, progress: Progress) -> Route:
+        """As `_choose`, once there is one; waits within limits."""
         loop = asyncio.get_running_loop()
         now_s = began_s = loop.time()
         deadline_s = began_s + self._limits.no_worker_s
         while True:
-            if self._ended:
-                raise self._failure(FailureCause.CLOSED, progress, "the router is shut down")
-            if self._gate_open:
-                route = self._serving.choose(progress.home, progress.context_tokens, now_s, progress.avoid)
-                if route is not None:
-                    if now_s > began_s:
-                        self.statistics.waits += 1
-                        self.statistics.wait_s += now_s - began_s
-                        progress.queue_s += now_s - began_s
-                    return route
             if now_s >= deadline_s:
                 raise self._failure(FailureCause.NO_WORKER, progress, self._why_nobody(progress, now_s - began_s))
             until_s = min(deadline_s, self._serving.next_probe_s(now_s))
@@ -242,6 +240,12 @@ class Router:
                 progress.avoid = ()
             await self._changed(until_s)
             now_s = loop.time()
+            route = self._choose(progress, now_s)
+            if route is not None:
+                self.statistics.waits += 1
+                self.statistics.wait_s += now_s - began_s
+                progress.queue_s += now_s - began_s
+                return route
 
     async def _changed(self, until_s: float) -> None:
         """Return when something changed that may let a call be served, at the latest at `until_s`."""
@@ -287,7 +291,7 @@ class Router:
         progress.add_times(result)
         statistics.cached_tokens += result.cached_tokens
         statistics.duplicate_tokens += max(0, attempt.received - len(result.tokens))
-        for slot in attempt.route.slots:
+        for slot in attempt.slots:
             if slot.failures:
                 slot.succeeded()
                 self._wake()
@@ -301,7 +305,7 @@ class Router:
             return progress.finish(result.finish, decode, self._now_s(), result)
         statistics.interrupted += 1
         kept = progress.add(result.tokens, result.logprobs, result.spans)
-        withdrawn = not all(self._serving.serves(slot) for slot in attempt.route.slots)
+        withdrawn = not all(self._serving.serves(slot) for slot in attempt.slots)
         return self._resume(attempt, failing=kept == 0 and not withdrawn)
 
     def _ended_early(self, attempt: Attempt, error: Exception | None) -> TurnResult | None:
@@ -315,10 +319,10 @@ class Router:
         failing = True
         if ending is Ending.STALE:
             statistics.stale_served += 1
-            self._accuse(attempt.route.slots, f"{attempt.request.rid}: token below weight version {attempt.floor}")
+            self._accuse(attempt.slots, f"{attempt.request.rid}: token below weight version {attempt.floor}")
         elif ending is Ending.REGRESSED:
             statistics.version_regressions += 1
-            progress.avoid = attempt.route.slots
+            progress.avoid = attempt.slots
             failing = kept == 0
         elif ending is Ending.DRAINED:
             statistics.interrupted += 1
@@ -334,7 +338,7 @@ class Router:
                 self._on_transfer_failed()
             else:
                 statistics.failed_attempts += 1
-            for slot in attempt.route.slots:
+            for slot in attempt.slots:
                 slot.failed(now_s, self._limits.serving)
                 if ending is Ending.STALLED and not slot.closed and not slot.fenced:
                     cause = f"{attempt.request.rid}: no token for {self._limits.stall_s:g} s"
@@ -345,7 +349,7 @@ class Router:
         """Fence the lost worker; of a pair where it is not known which, distrust both."""
         if not isinstance(error, WorkerLostError):
             return
-        slots = attempt.route.slots
+        slots = attempt.slots
         named = tuple(slot for slot in slots if len(slots) == 1 or slot.worker.id == error.worker)
         self._accuse(named, f"lost: {error}")
         if named:
@@ -366,7 +370,7 @@ class Router:
             progress.restart()
         if failing:
             progress.failures += 1
-            progress.avoid = attempt.route.slots
+            progress.avoid = attempt.slots
             if progress.failures >= self._limits.max_attempts:
                 message = f"{progress.failures} attempts in a row brought no token, the last: {progress.last_error}"
                 raise self._failure(FailureCause.ATTEMPTS_FAILED, progress, message)
@@ -392,7 +396,7 @@ class Router:
 
     def _abort(self, attempt: Attempt) -> None:
         """Have the workers stop decoding for an attempt that nobody waits for any more."""
-        for slot in attempt.route.slots:
+        for slot in attempt.slots:
             if not slot.closed:
                 task = attempt.loop.create_task(self._abort_at(slot.worker, attempt.request.rid))
                 self._aborts.add(task)

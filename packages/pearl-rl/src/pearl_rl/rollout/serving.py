@@ -334,7 +334,10 @@ class ServingSet:
         best_key = (True, math.inf, 0)
         home_usable = home_full = False
         for slot in slots:
-            if not self._usable(slot, version, now_s, avoid):
+            # `_usable`, written out: this is asked of every worker for every call.
+            if slot.fenced or slot.version < version or (avoid and slot in avoid):
+                continue
+            if slot.blocked_until_s and (now_s < slot.blocked_until_s or slot.probing):
                 continue
             full = bounded != 0 and self._full(slot, context_tokens)
             if slot is home:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import MutableMapping
 
+from pearl_executor.virtual_time import VirtualTimeLoop
 from pearl_rl.rollout.agent import Episode
 from pearl_rl.rollout.calls import Generate, ModelCall
 from pearl_rl.rollout.lifecycle import LifecycleTrace
@@ -32,6 +33,7 @@ class SimulatedAgent:
     async def run(self, episode: Episode, generate: Generate) -> Trajectory:
         """Play the episode's script. Raises what `generate` raises."""
         loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
         started_s = loop.time()
         script = self._workload.script(episode.task, int(episode.trajectory[1:]))
         known = Conversation(root=script.root, root_tokens=script.turns[0].prompt_tokens if script.root else 0)
@@ -60,7 +62,7 @@ class SimulatedAgent:
                 before = context if dropped else context + scripted.response_tokens
                 context += scripted.retained_tokens
                 if scripted.tool_s > 0:
-                    await asyncio.sleep(scripted.tool_s)
+                    await loop.rest(scripted.tool_s)
                 turns.append(
                     Turn(
                         prompt=prompt,

@@ -39,12 +39,13 @@ class DecodeBatch:
         request.joined_at = self.iteration
         self.members[request] = None
         self.contexts += request.context_tokens
-        self._order += 1
+        request.entry = self._order = self._order + 1
         heapq.heappush(self._ends, (self.iteration + request.new_tokens - request.generated, self._order, request))
 
     def leave(self, request: EngineRequest) -> None:
         """Take a member out; what it generated is settled in it and in what it occupies."""
         del self.members[request]
+        request.entry = 0
         grown = self.generated(request) - request.generated
         self.contexts -= request.context_tokens + grown
         request.generated += grown
@@ -64,19 +65,17 @@ class DecodeBatch:
 
     def ended(self) -> EngineRequest | None:
         """A member that has all its tokens, taken out; None where there is none."""
-        if not self.members or self._first()[0] > self.iteration:
+        if not self.members:
             return None
-        request = self._first()[2]
+        end, _, request = self._first()
+        if end > self.iteration:
+            return None
         self.leave(request)
         return request
 
     def _first(self) -> tuple[int, int, EngineRequest]:
         ends = self._ends
-        # One that left and came again has a newer entry.
-        while ends[0][2] not in self.members or ends[0][0] != self._end_of(ends[0][2]):
+        # One that left has no entry, and one that came again another one.
+        while (first := ends[0])[1] != first[2].entry:
             heapq.heappop(ends)
-        return ends[0]
-
-    @staticmethod
-    def _end_of(request: EngineRequest) -> int:
-        return request.joined_at + request.new_tokens - request.generated
+        return first

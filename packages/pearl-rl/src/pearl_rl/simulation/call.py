@@ -69,14 +69,14 @@ class SimulatedCall:
         elif self.decode.engine.reserve(self.on_decode, now_s):
             self._prefill()
 
-    def abandon(self) -> None:
-        """Nobody waits any more: stop computing for it."""
-        self._end_prefill()
-        if not self.decode.lost:
-            self.decode.handle(self.decode.engine.abort(self.on_decode, self.decode.now_s()))
-
     def close(self) -> None:
-        """It is over: let go of its requests, which refer to it (a cycle for each call is much garbage)."""
+        """Nobody waits any more: stop computing for it where it is not over, and let go of its requests, which refer
+        to it (a cycle for each call is much garbage).
+        """
+        if not self.future.done() or self.future.cancelled():
+            self._end_prefill()
+            if not self.decode.lost:
+                self.decode.handle(self.decode.engine.abort(self.on_decode, self.decode.now_s()))
         self.on_decode.payload = self.on_prefill.payload = None
 
     # ---- what engines say -------------------------------------------------------------------------------------------
@@ -86,8 +86,6 @@ class SimulatedCall:
         match outcome:
             case Outcome.RESERVED:
                 self._prefill()
-            case Outcome.CHUNK:
-                return
             case Outcome.PREFILLED:
                 if self.prefill is None:
                     self._deliver(1, process.version or 0)
@@ -166,7 +164,11 @@ class SimulatedCall:
             return
         first = self._start + self._delivered
         offset, self._delivered = self._delivered, self._delivered + count
-        self._spans.append(WeightSpan(version, count))
+        spans = self._spans
+        if spans and spans[-1].version == version:
+            spans[-1] = WeightSpan(version, spans[-1].tokens + count)
+        else:
+            spans.append(WeightSpan(version, count))
         self._on_chunk(TokenChunk(range(first, first + count), logprobs(count), version, offset))
 
     def _resolve(self, finish: Finish) -> None:

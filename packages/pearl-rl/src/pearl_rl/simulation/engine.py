@@ -39,7 +39,7 @@ class IterationCosts(Protocol):
 
 @dataclass(slots=True)
 class _Prefill:
-    """A running iteration with prefill."""
+    """A running iteration with prefill, and those of a long prompt that follow it whatever comes."""
 
     parts: list[tuple[EngineRequest, int]]
     """Request and the tokens of its prompt in this iteration."""
@@ -47,6 +47,16 @@ class _Prefill:
     ends_s: float
     mixed: bool
     """Whether the running sequences decode along."""
+    further_s: deque[float]
+    """Durations of the iterations after this one that the same prompt fills alone: whoever comes meanwhile waits."""
+
+    @property
+    def last_s(self) -> float:
+        """When the last of them is over."""
+        at_s = self.ends_s
+        for seconds in self.further_s:
+            at_s += seconds
+        return at_s
 
 
 @dataclass(slots=True)
@@ -86,8 +96,9 @@ class Engine:
     @property
     def wake_s(self) -> float | None:
         """When something happens next by itself; None where nothing will."""
-        if self._prefill is not None:
-            return self._prefill.ends_s
+        prefill = self._prefill
+        if prefill is not None:
+            return prefill.last_s if prefill.further_s else prefill.ends_s
         return self._run.ends_s if self._run is not None else None
 
     @property
@@ -160,6 +171,8 @@ class Engine:
         self._leave(request)
         if self._run is not None:
             self._cut(now_s)
+        elif self._prefill is not None:
+            self._prefill.further_s.clear()
         return self._freed(now_s)
 
     def interrupt(self, now_s: float) -> list[EngineRequest]:
@@ -195,6 +208,8 @@ class Engine:
     def advance(self) -> list[tuple[Outcome, EngineRequest]]:
         """Take what is due at `wake_s` to its end and begin what follows."""
         if self._prefill is not None:
+            while self._prefill.further_s:
+                self._pass_chunk(self._prefill)
             now_s = self._prefill.ends_s
             outcomes = self._finish_prefill()
         elif self._run is not None:
@@ -206,6 +221,13 @@ class Engine:
             return []
         outcomes.extend(self._freed(now_s))
         return outcomes
+
+    def pass_chunks(self, now_s: float) -> None:
+        """Account for the chunks of a long prompt that are over by `now_s`, before anybody reads the meter."""
+        prefill = self._prefill
+        if prefill is not None:
+            while prefill.further_s and prefill.ends_s <= now_s:
+                self._pass_chunk(prefill)
 
     def _arrived(self, now_s: float) -> None:
         """Something waits: cut a run of decode iterations at its next boundary, or start."""
@@ -232,22 +254,14 @@ class Engine:
     def _start(self, now_s: float) -> None:
         """Begin the next iteration or run, if there is anything to do."""
         at_s = max(now_s, self._blocked_until_s)
-        for request in self._joining:
-            self._batch.enter(request)
-        self._joining.clear()
-        parts = self._admit()
+        if self._joining:
+            for request in self._joining:
+                self._batch.enter(request)
+            self._joining.clear()
+        parts = self._admit() if self._waiting else None
         if parts:
-            chunks = [(tokens, request.computed) for request, tokens in parts]
-            done = sum(request.computed + tokens >= request.context_tokens for request, tokens in parts)
-            decoding = self.running if self.limits.mixed and self.kv.attainable >= self.running else 0
-            mean = self._batch.mean_context_tokens if decoding else 0.0
-            seconds = self._costs.prefill_s(chunks, done, decoding, mean)
-            at_s += self._phase_change_s(decode=False)
-            for request, _ in parts:
-                if math.isnan(request.prefill_s):
-                    request.prefill_s = at_s
-            self._prefill = _Prefill(parts, at_s, at_s + seconds, mixed=decoding > 0)
-        elif len(self._batch):
+            self._begin_prefill(parts, at_s)
+        elif self._batch.members:
             self._begin_run(at_s)
 
     def _phase_change_s(self, *, decode: bool) -> float:
@@ -261,19 +275,50 @@ class Engine:
 
     # ---- prefill ----------------------------------------------------------------------------------------------------
 
+    def _begin_prefill(self, parts: list[tuple[EngineRequest, int]], at_s: float) -> None:
+        """Begin an iteration with these parts of prompts."""
+        chunks, done = [], 0
+        for request, tokens in parts:
+            chunks.append((tokens, request.computed))
+            done += request.computed + tokens >= request.prompt_tokens + request.generated
+        decoding = self.running if self.limits.mixed and self.kv.attainable >= self.running else 0
+        mean = self._batch.mean_context_tokens if decoding else 0.0
+        seconds = self._costs.prefill_s(chunks, done, decoding, mean)
+        at_s += self._phase_change_s(decode=False)
+        for request, _ in parts:
+            if math.isnan(request.prefill_s):
+                request.prefill_s = at_s
+        further_s: deque[float] = deque()
+        if not done and len(parts) == 1 and not self.limits.mixed:
+            (request, tokens), past = parts[0], parts[0][0].computed
+            # All of them but the last, which may leave room for others.
+            for more in range(past + tokens, request.context_tokens - tokens, tokens):
+                further_s.append(self._costs.prefill_s([(tokens, more)], 0))
+        self._prefill = _Prefill(parts, at_s, at_s + seconds, decoding > 0, further_s)
+
+    def _pass_chunk(self, prefill: _Prefill) -> None:
+        """Account for the iteration of a long prompt that is over, and go on to the next one."""
+        request, tokens = prefill.parts[0]
+        self.meter.prefilled(tokens, prefill.ends_s - prefill.began_s, 1, 0)
+        request.computed += tokens
+        prefill.began_s = prefill.ends_s
+        prefill.ends_s += prefill.further_s.popleft()
+
     def _admit(self) -> list[tuple[EngineRequest, int]]:
         """The chunks of the next iteration: first come, first served, as many as fit."""
-        left = self.limits.chunk_tokens
+        left, free = self.limits.chunk_tokens, self.limits.max_running - len(self._batch.members)
         parts: list[tuple[EngineRequest, int]] = []
         for request in self._waiting:
-            if left <= 0 or self.running + len(parts) >= self.limits.max_running:
+            if left <= 0 or len(parts) >= free:
                 break
             if request.stage is Stage.WAITING:
                 if not self._has_room(request):
                     break
                 self._take_room(request)
                 request.stage = Stage.PREFILL
-            tokens = min(left, request.context_tokens - request.computed)
+            tokens = request.prompt_tokens + request.generated - request.computed
+            if tokens > left:
+                tokens = left
             parts.append((request, tokens))
             left -= tokens
         return parts
@@ -282,10 +327,11 @@ class Engine:
         prefill, self._prefill = self._prefill, None
         assert prefill is not None
         outcomes: list[tuple[Outcome, EngineRequest]] = []
-        tokens = sum(part for _, part in prefill.parts)
-        seconds = prefill.ends_s - prefill.began_s
+        tokens = 0
+        for _, part in prefill.parts:
+            tokens += part
         decoding = self.running if prefill.mixed else 0
-        self.meter.prefilled(tokens, seconds, len(prefill.parts), decoding)
+        self.meter.prefilled(tokens, prefill.ends_s - prefill.began_s, len(prefill.parts), decoding)
         if decoding:
             self.kv.grow(self._batch.pass_iterations(1))
             outcomes.extend(self._finished())
@@ -293,8 +339,7 @@ class Engine:
             if request.stage is not Stage.PREFILL:
                 continue
             request.computed += part
-            if request.computed < request.context_tokens:
-                outcomes.append((Outcome.CHUNK, request))
+            if request.computed < request.prompt_tokens + request.generated:
                 continue
             self._waiting.remove(request)
             outcomes.append((Outcome.PREFILLED, request))
@@ -321,7 +366,7 @@ class Engine:
 
     def _begin_run(self, at_s: float) -> None:
         batch = self._batch
-        while (sequences := len(batch)) and (affordable := self.kv.attainable // sequences) < 1:
+        while (sequences := len(batch.members)) and (affordable := self.kv.attainable // sequences) < 1:
             self._retract()
         if not sequences:
             return
@@ -373,6 +418,7 @@ class Engine:
 
     def _sync(self, now_s: float) -> None:
         """Settle the iterations that are over by `now_s`, so that counts are those of that moment."""
+        self.pass_chunks(now_s)
         run = self._run
         if run is None:
             return

@@ -315,10 +315,11 @@ class DecodeCurve:
         at = bisect_right(xs, context_tokens) - 1
         if at < 0:
             return self._ys[0], 0.0, min(most, max(1, math.ceil(xs[0] - context_tokens)))
-        first = self._ys[at] + self._slopes[at] * (context_tokens - xs[at])
-        if at == len(xs) - 1:
-            return first, self._slopes[at], most
-        return first, self._slopes[at], min(most, max(1, math.ceil(xs[at + 1] - context_tokens)))
+        slope = self._slopes[at]
+        first = self._ys[at] + slope * (context_tokens - xs[at])
+        if at + 1 == len(xs) or xs[at + 1] - context_tokens >= most:
+            return first, slope, most
+        return first, slope, max(1, math.ceil(xs[at + 1] - context_tokens))
 
 
 def _steps_within(first: float, slope: float, seconds: float, most: int) -> int:
@@ -368,13 +369,13 @@ def _dense(kernels: Sequence[tuple[float, Callable[[float], float]]], fixed_s: f
     for count, kernel in kernels:
         total += count * np.array([kernel(m) for m in knots])
     curve = Curve(zip(knots, total.tolist(), strict=True))
-    values = curve.ys
+    known: dict[float, float] = {}
+    """What was asked before: numbers of tokens recur."""
 
     def seconds(tokens: float) -> float:
-        if tokens <= 0:
-            return 0.0
-        if tokens < _EXACT_TOKENS and tokens == int(tokens):
-            return values[int(tokens) - 1]
-        return curve(tokens)
+        found = known.get(tokens)
+        if found is None:
+            found = known[tokens] = curve(tokens) if tokens > 0 else 0.0
+        return found
 
     return seconds

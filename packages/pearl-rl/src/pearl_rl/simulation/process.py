@@ -47,6 +47,8 @@ class SimulatedProcess:
             raise RuntimeError("a simulated process lives in virtual time: run it by pearl_executor.virtual_time")
         self._loop = loop
         self._armed_s: float | None = None
+        """When the engine's next event is, as `follow` saw it last."""
+        self._on_alarm = self._tick
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     @property
@@ -72,7 +74,7 @@ class SimulatedProcess:
         if wake_s != self._armed_s:
             self._armed_s = wake_s
             if wake_s is not None:
-                self._loop.alarm(wake_s, self._tick)
+                self._loop.alarm(wake_s, self._on_alarm)
         if self._idle_waiters and engine.idle:
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
@@ -80,8 +82,7 @@ class SimulatedProcess:
                     waiter.set_result(None)
 
     def _tick(self) -> None:
-        wake_s = self.engine.wake_s
-        if wake_s is None or wake_s > self._loop.time():
+        if self._armed_s is None or self._armed_s > self._loop.time():
             return  # the engine changed its mind since, and another alarm is set
         self._armed_s = None
         self.handle(self.engine.advance())

@@ -35,11 +35,9 @@ class Outcome(IntEnum):
 
     RESERVED = 0
     """Decode role: its context has room now."""
-    CHUNK = 1
-    """Prefill role: a part of its prompt is computed, more follows."""
-    PREFILLED = 2
+    PREFILLED = 1
     """Its prompt is computed and the first token drawn; on a colocated engine it is decoded from now on."""
-    FINISHED = 3
+    FINISHED = 2
     """All its tokens are generated."""
 
 
@@ -80,6 +78,8 @@ class EngineRequest:
     """Tokens generated when it joined the batch; see `Engine.generated`."""
     joined_at: int = 0
     """Engine's iteration count when it joined the batch."""
+    entry: int = 0
+    """Number of its entry among the ends of the batch that it is in; 0 where it is in none."""
     submitted_s: float = 0.0
     prefill_s: float = math.nan
     """When its prefill began."""

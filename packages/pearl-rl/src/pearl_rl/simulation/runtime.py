@@ -71,6 +71,8 @@ class SimulatedRuntime:
 
     def meters(self) -> list[EngineMeter]:
         """The meters of all processes that live, and one for all that are gone."""
+        for process in self._processes.values():
+            process.engine.pass_chunks(process.now_s())
         return [self._gone, *(process.engine.meter for process in self._processes.values())]
 
     # ---- WorkerPort -------------------------------------------------------------------------------------------------
@@ -167,6 +169,7 @@ class SimulatedRuntime:
         """See `WorkerPort`."""
         process = self._process(worker)
         engine = process.engine
+        engine.pass_chunks(process.now_s())
         return engine.meter.take(
             process.role,
             running=engine.running,
@@ -179,14 +182,22 @@ class SimulatedRuntime:
 
     async def generate(self, worker: Worker, request: GenerateRequest, on_chunk: OnChunk) -> GenerateResult:
         """See `GenerationPort`. A simulated model generates `max_new_tokens` tokens."""
-        return await self._run(request, on_chunk, self._serving(worker, Role.COLOCATED), None)
+        call = self._begin(request, on_chunk, self._serving(worker, Role.COLOCATED), None)
+        try:
+            return await call.future
+        finally:
+            call.close()
 
     async def generate_pair(
         self, prefill: Worker, decode: Worker, request: GenerateRequest, on_chunk: OnChunk
     ) -> GenerateResult:
         """See `GenerationPort`."""
         first = self._serving(prefill, Role.PREFILL)
-        return await self._run(request, on_chunk, self._serving(decode, Role.DECODE), first)
+        call = self._begin(request, on_chunk, self._serving(decode, Role.DECODE), first)
+        try:
+            return await call.future
+        finally:
+            call.close()
 
     async def abort(self, worker: Worker, rid: str) -> None:
         """See `GenerationPort`. Nothing is left to do for a call whose caller was cancelled."""
@@ -195,9 +206,9 @@ class SimulatedRuntime:
             if request.rid == rid:
                 process.cut(request)
 
-    async def _run(
+    def _begin(
         self, request: GenerateRequest, on_chunk: OnChunk, decode: SimulatedProcess, prefill: SimulatedProcess | None
-    ) -> GenerateResult:
+    ) -> SimulatedCall:
         known = self._conversations.get(request.affinity, self._nobody)
 
         def new_request() -> EngineRequest:
@@ -214,12 +225,7 @@ class SimulatedRuntime:
 
         call = SimulatedCall(request, on_chunk, new_request, decode, prefill, self._send)
         call.begin()
-        try:
-            return await call.future
-        finally:
-            if not call.future.done() or call.future.cancelled():
-                call.abandon()
-            call.close()
+        return call
 
     def _send(
         self, source: SimulatedProcess, target: SimulatedProcess, tokens: int, now_s: float

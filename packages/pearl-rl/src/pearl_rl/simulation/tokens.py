@@ -1,6 +1,7 @@
 """Tokens and log-probabilities that nobody computes: a simulation counts them."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import overload
 
 
@@ -28,6 +29,7 @@ class ConstantSequence(Sequence[float]):
         return self._value
 
 
+@lru_cache(maxsize=4096)
 def logprobs(count: int) -> Sequence[float]:
     """Log-probabilities of `count` simulated tokens."""
     return ConstantSequence(-1.0, count)

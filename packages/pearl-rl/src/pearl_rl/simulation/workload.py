@@ -158,15 +158,16 @@ def fitted(
     kept: list[ScriptedTurn] = []
     context, truncated = 0, False
     for new, response, tool_s in itertools.islice(turns, options.max_turns):
-        room = options.max_context_tokens - context - max(1, new)
+        new = max(1, new)
+        room = options.max_context_tokens - context - new
         if room < _LEAST_RESPONSE:
             truncated = True
             break
         tokens = min(max(1, response), options.max_response_tokens, room)
         truncated = tokens == room
         retained = round(tokens * options.retained_fraction)
-        kept.append(ScriptedTurn(max(1, new), tokens, tool_s, retained))
-        context += max(1, new) + retained
+        kept.append(ScriptedTurn(new, tokens, tool_s, retained))
+        context += new + retained
         if truncated:
             break
     if not kept:
