@@ -104,8 +104,9 @@ def play_everything(telemetry: Telemetry) -> None:
     context = TraceKeys("").turn("t00000001", 0).traceparent
     for kind in ("request", "command"):
         WorkerSpans(telemetry).write(kind, context, 10**18, 10**18 + 10, {"pearl.op": kind}, None)
-    with served({"traceparent": context}, SPANS.environment_request, {"pearl.op": "/start"}, telemetry.tracer_provider):
-        pass
+    for span in (SPANS.environment_request, SPANS.planner_request):
+        with served({"traceparent": context}, span, {"pearl.op": "/start"}, telemetry.tracer_provider):
+            pass
     traces.on_step(Record(), 20.0, 1)
     instruments.on_step(Record())
     table = WorkerTable().bind(worker(1)).publish(3)

@@ -4,6 +4,7 @@ Exit codes: 0 a configuration was selected, 2 bad input (one line on stderr), 3 
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -66,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--profile", default=PROFILES[0], help="bundled workload profile (default: %(default)s)")
     serve.add_argument("--trust-prior", action="store_true", help="choose ratios before anything was measured")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument(
+        "--spans",
+        metavar="MODULE:FUNCTION",
+        help="what opens a span around each answer, like pearl_telemetry.remote:open_planner_spans",
+    )
     serve.add_argument("--port", type=int, default=8400, help="port; 0 takes a free one (default: %(default)s)")
     return parser
 
@@ -86,8 +92,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--host {arguments.host} is open to others: set ${_TOKEN} to the token that callers must send"
         )
+    options = {} if arguments.spans is None else {"serving": _opened(arguments.spans)}
     try:
-        server = PlannerServer(guest, host=arguments.host, port=arguments.port, token=token)
+        server = PlannerServer(guest, host=arguments.host, port=arguments.port, token=token, **options)
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen on {arguments.host} port {arguments.port}: {error}") from None
     with server:
@@ -98,6 +105,17 @@ def _serve(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return _OK
     return _OK
+
+
+def _opened(name: str) -> Any:
+    """What `MODULE:FUNCTION` returns. Raises `ValueError`."""
+    module, colon, function = name.partition(":")
+    try:
+        if not colon:
+            raise ValueError("is not like module:function")
+        return getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--spans {name[:80]}: {error}") from None
 
 
 def _decide(arguments: argparse.Namespace) -> tuple[Decision, PlanningInputs]:

@@ -16,6 +16,7 @@ import hmac
 import json
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -30,6 +31,8 @@ _LARGEST_BODY: Final = 64 * 1024 * 1024
 _TIMEOUT_S: Final = 30.0
 
 Answer = tuple[Guest, Mapping[str, Any]]
+Serving = Callable[[Mapping[str, str], str], AbstractContextManager[object]]
+"""(headers by lower-case name, question) → a context around its answer."""
 
 
 def _start(_: Guest, message: object) -> Answer:
@@ -121,8 +124,18 @@ class PlannerServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, guest: Guest, *, host: str = "127.0.0.1", port: int = 0, token: str = "") -> None:
+    def __init__(
+        self,
+        guest: Guest,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        serving: Serving = lambda _headers, _question: nullcontext(),
+    ) -> None:
+        """`serving` gives a context in which a question is answered, like a span below the caller's `traceparent`."""
         self.guest = guest
+        self.serving = serving
         self.token = token
         self.turn = threading.Lock()
         """One question at a time: an answer may replace the guest. Nobody waits for anything while holding it."""
@@ -153,7 +166,8 @@ class _Requests(BaseHTTPRequestHandler):
             return
         try:
             message = json.loads(self._body())
-            with self.server.turn:
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            with self.server.serving(headers, self.path), self.server.turn:
                 # A guest is a value: what fails leaves the old one in place.
                 self.server.guest, answer = ask(self.server.guest, message)
         except RecursionError:

@@ -232,6 +232,7 @@ class Spans:
     environment_request: Span = Span(
         name="pearl.environment.request", meaning="An environment server answers one request."
     )
+    planner_request: Span = Span(name="pearl.planner.request", meaning="The planner's service answers one question.")
 
 
 METRICS = Metrics()

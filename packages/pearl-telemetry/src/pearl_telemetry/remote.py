@@ -1,6 +1,8 @@
 """Spans of other processes, below the span that a request's `traceparent` names: workers, and servers over HTTP."""
 
-from collections.abc import Mapping
+import atexit
+import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +13,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from pearl_telemetry.instruments import SCOPE, Value
 from pearl_telemetry.metrics import SPANS, Span
-from pearl_telemetry.sdk import Telemetry, TelemetryOptions, open_telemetry
+from pearl_telemetry.sdk import Telemetry, TelemetryError, TelemetryOptions, open_telemetry
 
 _CARRIER: Final = TraceContextTextMapPropagator()
 _SPANS: Final = {"request": SPANS.worker_request, "command": SPANS.worker_command}
@@ -64,6 +66,23 @@ def open_worker_spans(settings: Mapping[str, Any], process: str) -> WorkerSpans:
         spans_only=True,
     )
     return WorkerSpans(open_telemetry(options))
+
+
+def open_planner_spans() -> Callable[[Mapping[str, str], str], AbstractContextManager[Any]]:
+    """What `python -m pearl_planner serve --spans` takes; spans go to the collector of OTEL_EXPORTER_OTLP_ENDPOINT.
+
+    Raises `ValueError` where that names none.
+    """
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    try:
+        if not endpoint:
+            raise TelemetryError("set OTEL_EXPORTER_OTLP_ENDPOINT to a collector, like http://localhost:4318")
+        telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=endpoint, process="planner", spans_only=True))
+    except TelemetryError as error:
+        raise ValueError(str(error)) from None
+    atexit.register(telemetry.close)
+    provider = telemetry.tracer_provider
+    return lambda headers, question: served(headers, SPANS.planner_request, {"pearl.op": question}, provider)
 
 
 def served(
