@@ -11,6 +11,7 @@ the journal must say that no trajectory was trained on twice and that no finishe
 import argparse
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -21,10 +22,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from dst.incubator import Incubator
 from pearl_rl.journal.journal import read
 from pearl_rl.journal.storage import FolderStorage
 from pearl_rl.run_folder import CONFIG_TOML, read_lines
@@ -51,6 +54,15 @@ LIFE_S = 900.0
 """A control plane that takes longer hangs."""
 GONE_S = 30.0
 """What a dead control plane leaves behind is gone by then."""
+
+
+_MAIN = """
+import runpy, sys
+sys.executable = sys.argv.pop(1)
+sys.argv[0] = "pearl_rl"
+runpy.run_module("pearl_rl", run_name="__main__", alter_sys=True)
+"""
+"""`python -m pearl_rl`, with another Python for what it starts."""
 
 
 class BrokenRunError(AssertionError):
@@ -100,8 +112,9 @@ class Outcome:
 class Job:
     """A job in a folder of its own."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, python: Path) -> None:
         self.folder = folder / "run"
+        self._python = python
         self.seed = seed
         self._log = folder / "log"
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,10 +178,9 @@ class Job:
 
     def _pearl(self, *words: str) -> subprocess.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", _MAIN, str(self._python), *words]
         with self._log.open("ab") as file:
-            return subprocess.Popen(
-                [sys.executable, "-m", "pearl_rl", *words], stdout=file, stderr=subprocess.STDOUT, env=environment
-            )
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
 def audit(folder: Path) -> tuple[dict[str, list[int]], int, int, Counter]:
@@ -233,9 +245,9 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: subprocess.Popen, incubator: Incubator) -> None:
     """SIGKILL for the control plane. Raises `BrokenRunError` where something of it outlives it."""
-    children = descendants(process.pid)
+    children = descendants(process.pid) + descendants(incubator.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
     ends_s = time.monotonic() + GONE_S
@@ -257,9 +269,9 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
-def uninterrupted(folder: Path, seed: int) -> tuple[Final, float]:
+def uninterrupted(folder: Path, seed: int, incubator: Incubator) -> tuple[Final, float]:
     """What a run of this seed comes to that nobody kills (made once a folder), and how long it took, seconds."""
-    job = Job(folder, seed)
+    job = Job(folder, seed, incubator.executable)
     summary = job.folder / "summary.json"
     if not summary.is_file():
         job.finish(job.begin())
@@ -281,18 +293,21 @@ def wait_for_the_moment(job: Job, process: subprocess.Popen, rng: random.Random,
     return False
 
 
-def killed(folder: Path, number: int, seed: int, life_s: float, wanted: Final, most_kills: int) -> Outcome:
-    """Kill a run up to `most_kills` times and let it end. `broken` says what is not as it must be."""
-    job, rng = Job(folder, seed), random.Random(f"{seed} {number}")
+def killed(
+    folder: Path, number: int, seed: int, life_s: float, wanted: Final, incubators: "queue.SimpleQueue[Incubator]"
+) -> Outcome:
+    """Kill a run up to `MOST_KILLS` times and let it end. `broken` says what is not as it must be."""
+    incubator = incubators.get_nowait()
+    job, rng = Job(folder, seed, incubator.executable), random.Random(f"{seed} {number}")
     outcome, began_s = Outcome(number, seed), time.monotonic()
     try:
         while True:
             process = job.begin()
             born_s = time.monotonic()
-            if len(outcome.kills) >= most_kills or not wait_for_the_moment(job, process, rng, life_s):
+            if len(outcome.kills) >= MOST_KILLS or not wait_for_the_moment(job, process, rng, life_s):
                 break
             after_s = time.monotonic() - born_s
-            kill(process)
+            kill(process, incubator)
             events = job.events()
             outcome.kills.append(Kill(round(after_s, 2), len(events), job.step(), events[-1] if events else ""))
         job.finish(process)
@@ -301,40 +316,55 @@ def killed(folder: Path, number: int, seed: int, life_s: float, wanted: Final, m
             raise BrokenRunError(f"{found}, must be {wanted}")
     except BrokenRunError as error:
         outcome.broken = str(error)
+    finally:
+        incubators.put(incubator)
     outcome.wall_s = round(time.monotonic() - began_s, 1)
     return outcome
 
 
 def play(folder: Path, kills: int, first: int, jobs: int, out: Path | None) -> tuple[int, list[Outcome]]:
     """Kill at least so many times, over as many runs as that takes. Returns how often, and the runs."""
-    references = {seed: uninterrupted(folder / f"whole-{seed}", seed) for seed in range(first, first + SEEDS)}
     outcomes: list[Outcome] = []
-    count, number = 0, 0
-    with ThreadPoolExecutor(jobs) as pool:
-        while count < kills and not any(outcome.broken for outcome in outcomes):
-            seeds = [first + (number + at) % SEEDS for at in range(jobs)]
-            under_way = [
-                pool.submit(killed, folder / f"killed-{number + at}", number + at, seed, life_s, final, MOST_KILLS)
-                for at, seed in enumerate(seeds)
-                for final, life_s in [references[seed]]
-            ]
-            number += jobs
-            for done in under_way:
-                outcome = done.result()
+    number = count = 0
+    incubators: queue.SimpleQueue[Incubator] = queue.SimpleQueue()
+    with ExitStack() as stack:
+        short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pk")))
+        for at in range(jobs):
+            incubators.put(stack.enter_context(Incubator(short / str(at))))
+        one = incubators.get()
+        wholes = {seed: uninterrupted(folder / f"whole-{seed}", seed, one) for seed in range(first, first + SEEDS)}
+        incubators.put(one)
+        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+        under_way: set[Future[Outcome]] = set()
+        while under_way or count < kills:
+            while len(under_way) < jobs and count < kills:
+                seed = first + number % SEEDS
+                final, life_s = wholes[seed]
+                run = folder / f"killed-{number}"
+                under_way.add(pool.submit(killed, run, number, seed, life_s, final, incubators))
+                number += 1
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for outcome in (future.result() for future in done):
                 outcomes.append(outcome)
                 count += len(outcome.kills)
-                told = json.dumps(asdict(outcome))
-                if out is not None:
-                    with out.open("a") as file:
-                        file.write(told + "\n")
-                print(
-                    f"run {outcome.run}, seed {outcome.seed}: {len(outcome.kills)} kills in {outcome.wall_s:.0f} s, "
-                    f"{count} in all: {outcome.broken or 'as if nothing was'}",
-                    flush=True,
-                )
-                if not outcome.broken:
+                tell(outcome, count, out)
+                if outcome.broken:
+                    kills = 0
+                else:
                     shutil.rmtree(folder / f"killed-{outcome.run}", ignore_errors=True)
     return count, outcomes
+
+
+def tell(outcome: Outcome, count: int, out: Path | None) -> None:
+    """Say what became of a run, and keep it in the file `out`."""
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+    said = outcome.broken or "as if nothing was"
+    kills, wall_s = len(outcome.kills), outcome.wall_s
+    print(
+        f"run {outcome.run}, seed {outcome.seed}: {kills} kills in {wall_s:.0f} s, {count} in all: {said}", flush=True
+    )
 
 
 def main() -> int:

@@ -187,3 +187,35 @@ def test_the_agent_pauses_an_environment_only_while_the_model_takes_long() -> No
         assert environment.told == [("pause", 6.0), ("resume", 21.0)]
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "not HTTP"),
+        (b"hello\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 yes\r\n\r\n{}", "invalid literal"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[]", "no JSON object"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "/observation"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"done": true}', "reward is None"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"reward": NaN, "done": true}', "reward is nan"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"reward": 1.0, "done": "no"}', "done is 'no'"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"reward": 1.0, "done": true, "messages": 7}', "no messages"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (33 * 2**20), "longer than"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_answer_that_is_none_is_the_environment_s_failure(answer: bytes, said: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(EnvironmentFailure, match=said):
+            await HttpEnvironment(f"http://{host}:{port}").step("one")
+        server.close()
+
+    asyncio.run(main())

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import random
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -162,3 +163,66 @@ def test_any_bytes_are_read_without_a_traceback(data) -> None:
         except JournalError as error:
             told = str(error)
         assert "\n" not in told
+
+
+def test_a_commit_that_is_cancelled_lets_nothing_be_written_beside_it(tmp_path) -> None:
+    """Frames that change places would make the journal unreadable."""
+    slow = threading.Event()
+
+    class Slow(FolderStorage):
+        def sync(self, segment: int) -> None:
+            slow.wait(10.0)
+            super().sync(segment)
+
+    async def main() -> None:
+        slow.set()
+        journal = Journal(Slow(tmp_path))
+        journal.snapshot({})
+        slow.clear()
+        journal.append("event", "first")
+        first = asyncio.create_task(journal.commit())
+        while not journal.flushing:
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert journal.flushing
+        with pytest.raises(RuntimeError, match="in the middle of a commit"):
+            journal.snapshot({})
+        journal.append("event", "second")
+        second = asyncio.create_task(journal.commit())
+        await asyncio.sleep(0.01)
+        slow.set()
+        await second
+        assert not journal.flushing
+
+    asyncio.run(main())
+    assert [record["v"] for record in read(FolderStorage(tmp_path))[1]] == ["first", "second"]
+
+
+@pytest.mark.parametrize("write", [0, 1, 2])
+def test_a_disk_that_refuses_a_snapshot_or_a_commit_ends_the_journal(tmp_path, write: int) -> None:
+    class Full(FolderStorage):
+        writes = 0
+
+        def append(self, segment: int, data: bytes) -> None:
+            self.writes += 1
+            if self.writes > write + 1:
+                super().append(segment, data[:20])
+                raise JournalError("no space left")
+            super().append(segment, data)
+
+    async def main() -> None:
+        journal = Journal(Full(tmp_path))
+        journal.snapshot({})
+        for number in range(write):
+            journal.append("event", number)
+            await journal.commit()
+        journal.append("event", "lost")
+        with pytest.raises(JournalError, match="no space"):
+            journal.snapshot({}) if write == 1 else await journal.commit()
+        for again in (journal.commit_now, lambda: journal.snapshot({})):
+            with pytest.raises(JournalError, match="no space"):
+                again()
+
+    asyncio.run(main())
+    assert [record["v"] for record in read(FolderStorage(tmp_path))[1]] == list(range(write))
