@@ -5,7 +5,27 @@ the configuration in force at time t, the step's predicted progress is ∫ dt/T(
 measured length ends with progress 1, and the predicted step time is measured/progress.
 """
 
+import math
 from dataclasses import dataclass
+
+from pearl_planner.elastic import ElasticState
+from pearl_state.configuration import Configuration
+
+
+def predicted_makespan_s(state: ElasticState, configuration: Configuration) -> float | None:
+    """What the planner expects of a step's rollout under `configuration`, seconds.
+
+    None before anything was measured, and where the configuration cannot run.
+    """
+    if not state.calibrated:
+        return None
+    decision = state.settings.policy.decide(
+        workload=state.workload,
+        platform=state.platform,
+        budget_workers=configuration.workers,
+        pinned=configuration,
+    )
+    return decision.predicted_s if math.isfinite(decision.predicted_s) else None
 
 
 @dataclass(slots=True)
