@@ -143,6 +143,8 @@ def sglang(session: nox.Session) -> None:
     """Real SGLang on CPUs, in an environment of its own: its contract, the ports over it, and a job on it."""
     sync(session)
     env = {**ONE_THREAD, **NO_SKIPS, "PEARL_SGLANG_PYTHON": sglang_python(session)}
+    # The gateway apart: beside SGLang it would import all of it.
+    env["PEARL_GATEWAY_PYTHON"] = python_with(session, "gateway", "sglang-router==0.3.2")
     session.run("pytest", "integration/sglang", *session.posargs, env=env)
 
 
@@ -164,21 +166,17 @@ def sglang_python(session: nox.Session) -> str:
     if find_library("ibverbs") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "libibverbs1"]):
             session.run_install(*command, external=True, silent=True)
-    python = Path(session.cache_dir).absolute() / "sglang" / "bin" / "python"
+    overrides = ("--override", "integration/sglang_cpu/overrides.txt")
+    packages = ("sglang==0.5.23", "mooncake-transfer-engine-non-cuda==0.3.13.post1", "checkpoint-engine==0.4.2")
+    return python_with(session, "sglang", *overrides, *packages, "dill", "soundfile==0.13.1")
+
+
+def python_with(session: nox.Session, name: str, *install: str) -> str:
+    """The Python of an environment of that name with these packages; made once."""
+    python = Path(session.cache_dir).absolute() / name / "bin" / "python"
     if not python.exists():
         session.run_install("uv", "venv", "--quiet", "--python=3.11", str(python.parent.parent), external=True)
-    session.run_install(
-        *("uv", "pip", "install", "--quiet", f"--python={python}"),
-        *("--override", "integration/sglang_cpu/overrides.txt"),
-        *(
-            "sglang==0.5.23",
-            "mooncake-transfer-engine-non-cuda==0.3.13.post1",
-            "dill",
-            "soundfile==0.13.1",
-            "checkpoint-engine==0.4.2",
-        ),
-        external=True,
-    )
+    session.run_install("uv", "pip", "install", "--quiet", f"--python={python}", *install, external=True)
     return str(python)
 
 

@@ -253,15 +253,19 @@ class Soak:
         """Break workers at the plan's rate, evenly at random over time."""
         per_s = self.plan.workers * self.plan.failing_per_minute / 60.0
         names, weights = zip(*KINDS, strict=True)
-        while True:
-            await asyncio.sleep(self.draw.expovariate(per_s))
-            victims = [server for server in self.launcher.servers if not server.exited.done()]
-            if not victims:
-                continue
-            victim = self.draw.choice(victims)
-            kind = self.draw.choices(names, weights)[0]
-            await (victim.kill() if kind == "killed" else victim.hang())
-            self.counts[kind] += 1
+        next_s = _now_s()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                # By the clock, however long a victim takes: the rate is the plan's.
+                next_s += self.draw.expovariate(per_s)
+                await asyncio.sleep(max(0.0, next_s - _now_s()))
+                victims = [server for server in self.launcher.servers if not server.exited.done()]
+                if not victims:
+                    continue
+                victim = self.draw.choice(victims)
+                kind = self.draw.choices(names, weights)[0]
+                tasks.create_task(victim.kill() if kind == "killed" else victim.hang())
+                self.counts[kind] += 1
 
     async def _watch(self) -> None:
         began_s = _now_s()
@@ -276,9 +280,8 @@ class Soak:
                 self.counts["calls"], round(self.longest_s, 2),
             )  # fmt: skip
             self.samples.append(sample)
-            broken = self.counts["killed"] + self.counts["hung"]
             print(
-                f"{sample.at_s:6.0f} s  {sample.active} serve  {sample.calls} turns  {broken} broken"
+                f"{sample.at_s:6.0f} s  {sample.active} serve  {sample.calls} turns  {self._broken} broken"
                 f"  {sample.control_bytes / 2**20:.1f} MiB  {sample.tasks} tasks  longest turn {sample.longest_s} s",
                 flush=True,
             )
@@ -298,6 +301,10 @@ class Soak:
         holding = sum(load > 0 for load in self.router.loads().values())
         if holding:
             self._problem(f"{holding} workers hold requests that nobody waits for")
+
+    @property
+    def _broken(self) -> int:
+        return self.counts["killed"] + self.counts["hung"]
 
     def _problem(self, what: str) -> None:
         self.problems.append(what)
@@ -321,6 +328,7 @@ class Soak:
             "start_s": round(start_s, 1),
             "killed": self.counts["killed"],
             "hung": self.counts["hung"],
+            "failing_per_minute": round(self._broken / plan.workers / plan.minutes, 4),
             "failures_noticed": self.counts["WorkerFailed"],
             "groups_prepared": self.counts["GroupPrepared"],
             "groups_failed": self.counts["GroupFailed"],

@@ -25,7 +25,7 @@ from pearl_rl.control.recorder import Recorder
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.control.transfers import TransferWatch
-from pearl_rl.engines import RolloutRuntime, rollout_runtime
+from pearl_rl.engines import RolloutRuntime, gateway_mirror, rollout_runtime
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.journal.frames import JournalError
 from pearl_rl.journal.run_journal import RunJournal, recover
@@ -182,6 +182,7 @@ class _Run:
         runtime = await stack.enter_async_context(
             rollout_runtime(settings, recipe, processes, model_dir, folder.path / "workers", self._on_lost)
         )
+        self._show_gateway = await stack.enter_async_context(gateway_mirror(settings, runtime))
         self._wire(runtime, suite, tokenizer, model_dir)
         people = parts.people_gpus(settings)
         elapsed_s = 0.0 if self._recovered is None else self._recovered.clock.elapsed_s
@@ -403,6 +404,7 @@ class _Run:
         self._recorder.on_step(event, state, effects)
         self._telemetry.on_control(event, effects)
         self._refit.follow(event, state.table)
+        self._show_gateway(state.table)
         if isinstance(event, GroupFailed) and event.failed and not self._hopeless.done():
             rows = [state.table.rows[id_] for id_ in state.available]
             if not state.groups and rows and all(row.lifecycle is Lifecycle.RETIRED for row in rows):

@@ -1,6 +1,7 @@
 """Which engine a run's rollout workers are, as `engine.kind` says: the embedded torch engine, or SGLang servers."""
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from pearl_rl import parts
 from pearl_rl.runtimes import Processes, worker_runtime
 from pearl_rl.settings import Settings
 from pearl_state.roles import Role
+from pearl_state.table import WorkerTable
 from pearl_state.worker import GpuId
 
 
@@ -41,6 +43,21 @@ def rollout_runtime(
         assert isinstance(processes.server, RayProcesses)
         launcher = RayLauncher(processes.server, options.interpreter, options.kill_command)
     return SglangRuntime(options, folder, timeouts=sglang_timeouts(settings), launcher=launcher, on_lost=on_lost)
+
+
+@asynccontextmanager
+async def gateway_mirror(settings: Settings, runtime: RolloutRuntime) -> AsyncIterator[Callable[[WorkerTable], None]]:
+    """What shows each new table to the gateway that the settings name; without one it does nothing."""
+    url = settings.engine.sglang.gateway
+    if settings.engine.kind != "sglang" or not url:
+        yield lambda _table: None
+        return
+    from pearl_executor.engines.sglang.gateway import GatewayMirror
+    from pearl_executor.engines.sglang.runtime import SglangRuntime
+
+    assert isinstance(runtime, SglangRuntime)
+    async with GatewayMirror(url, runtime.member) as mirror:
+        yield mirror.apply
 
 
 def sglang_options(settings: Settings, model_dir: Path) -> SglangOptions:

@@ -26,6 +26,11 @@ class SglangSettings(Section):
         description="way of new weights: the snapshot's folder, shared memory (tensor by tensor, or one buffer for "
         "checkpoint-engine), or a collective group"
     )
+    gateway: str = Field(
+        pattern=r"^(https?://[^\s/]+/?)?$",
+        description="address of an SGLang gateway whose list of workers follows those that serve, for other clients; "
+        "empty for none",
+    )
     gated: bool = Field(description="start the servers of training GPUs early and hold them before they take memory")
     silence_s: float = Field(gt=0, description="a server without an answer for so long counts as hung, seconds")
     extra_args: list[str] = Field(description="more arguments of SGLang's command line")

@@ -32,7 +32,7 @@ class SglangClient:
     """Calls to servers. The admin key goes with control calls only, as a header, and is never part of a message."""
 
     def __init__(self, admin_key: str) -> None:
-        self._control = {"Authorization": f"Bearer {admin_key}"}
+        self._control = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -51,8 +51,12 @@ class SglangClient:
         return await self._call("GET", url, None, timeout_s)
 
     async def post(self, url: str, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """The answer of a `POST`. Raises `RefusedError` for any status but 200, `UnreachableError` for none."""
+        """The answer of a `POST`. Raises `RefusedError` where it is none of success, `UnreachableError` for none."""
         return await self._call("POST", url, body, timeout_s)
+
+    async def delete(self, url: str, *, timeout_s: float) -> Any:
+        """The answer of a `DELETE`; raises as `post`."""
+        return await self._call("DELETE", url, None, timeout_s)
 
     async def _call(self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         limit = aiohttp.ClientTimeout(total=timeout_s)
@@ -64,7 +68,7 @@ class SglangClient:
             raise UnreachableError(f"{url} did not answer within {timeout_s:g} s") from None
         except (aiohttp.ClientError, ConnectionError) as error:
             raise UnreachableError(f"{url}: {error or type(error).__name__}") from None
-        if answer.status != 200:
+        if answer.status not in (200, 202):
             raise RefusedError(url, answer.status, text)
         try:
             return json.loads(text) if text else None

@@ -11,6 +11,7 @@ from pearl_executor.engines.sglang.canary import Canaries
 from pearl_executor.engines.sglang.client import SglangClient
 from pearl_executor.engines.sglang.flags import PD_ROLES
 from pearl_executor.engines.sglang.fleet import OnLost, SglangFleet
+from pearl_executor.engines.sglang.gateway import Member
 from pearl_executor.engines.sglang.generation import Calls
 from pearl_executor.engines.sglang.journal import Journal
 from pearl_executor.engines.sglang.launch import InterpreterLauncher, Launcher
@@ -113,6 +114,11 @@ class SglangRuntime:
     def server(self, worker: Worker) -> SglangServer:
         """The server behind a row. Raises `WorkerLostError`."""
         return self._fleet.server(worker)
+
+    def member(self, worker: Worker) -> Member:
+        """Where a gateway finds the server behind a row. Raises `WorkerLostError`."""
+        server = self._fleet.server(worker)
+        return Member(server.url, server.role, server.ports.bootstrap)
 
     async def hold(self, groups: Sequence[frozenset[GpuId]], role: Role) -> None:
         """Start servers on these GPUs early and hold each before it takes device memory; a later `start` lets it go."""

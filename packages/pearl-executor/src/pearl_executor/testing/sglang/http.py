@@ -159,7 +159,11 @@ async def _read(reader: asyncio.StreamReader) -> Request | None:
     except asyncio.IncompleteReadError:
         return None
     first, *lines = head.decode("latin-1").split("\r\n")
-    method, target, _ = first.split(" ", 2)
+    method, _, rest = first.partition(" ")
+    target, _, protocol = rest.partition(" ")
+    if not protocol.startswith("HTTP/1"):
+        # A client that tries HTTP/2 first.
+        return None
     headers = {
         name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
     }
