@@ -43,9 +43,10 @@ def draw(name, count):
 )
 def test_a_bundled_model_draws_what_it_was_fitted_to(name, turns, response, prompt) -> None:
     drawn = draw(name, 1500)
-    counts = [len(t) for _, t in drawn]
-    responses = [r for _, t in drawn for _, r, _ in t]
-    prompts = [p for _, t in drawn for p, _, _ in t[1:]]
+    counts = [count for _, count, _ in drawn]
+    assert counts == [len(t) for _, _, t in drawn]
+    responses = [r for _, _, t in drawn for _, r, _ in t]
+    prompts = [p for _, _, t in drawn for p, _, _ in t[1:]]
     assert median(counts) == pytest.approx(turns[0], rel=0.12)
     assert fmean(counts) == pytest.approx(turns[1], rel=0.12)
     assert median(responses) == pytest.approx(response[0], rel=0.25)
@@ -64,7 +65,7 @@ def test_a_fit_finds_the_dependence_that_its_sample_has() -> None:
     source = bundled_turn_model("swe")
     sample = []
     for i in range(1200):
-        first, turns = source.trajectory(random.Random(f"t{i}"), random.Random(f"o{i}"))
+        first, _, turns = source.trajectory(random.Random(f"t{i}"), random.Random(f"o{i}"))
         sample.append([(first if k == 0 else p, r, tool) for k, (p, r, tool) in enumerate(turns)])
     found = fit_turn_model("again", sample)
     for name in ("response_share", "prompt_share", "tool_share"):
@@ -76,12 +77,22 @@ def test_a_fit_finds_the_dependence_that_its_sample_has() -> None:
 
 def test_long_trajectories_have_shorter_turns_and_a_task_is_shared() -> None:
     drawn = draw("swe", 1500)
-    long_ = [fmean(r for _, r, _ in t) for _, t in drawn if len(t) > 35]
-    short = [fmean(r for _, r, _ in t) for _, t in drawn if len(t) < 15]
+    long_ = [fmean(r for _, r, _ in t) for _, _, t in drawn if len(t) > 35]
+    short = [fmean(r for _, r, _ in t) for _, _, t in drawn if len(t) < 15]
     assert fmean(long_) < fmean(short)
     model = bundled_turn_model("swe")
     firsts = {model.trajectory(random.Random("same"), random.Random(i))[0] for i in range(8)}
     assert len(firsts) == 1
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_a_list_that_is_cut_short_changes_nothing_that_is_drawn_after_it(most) -> None:
+    model = bundled_turn_model("webshop")
+    for seed in range(50):
+        whole, part = random.Random(seed), random.Random(seed)
+        first, count, turns = model.trajectory(random.Random("same"), whole)
+        assert model.trajectory(random.Random("same"), part, most) == (first, count, turns[:most])
+        assert whole.random() == part.random()
 
 
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=50), st.floats(-5, 5))

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from pearl_rl.simulation.cluster import SimulatedCluster
 
 _BATCHES = 4
+_MOST_SCRIPTS = 4 * 4096
 _FIRST = 10**8
 
 
 def workload_prior(workload: Workload, batch: int, group_size: int) -> WorkloadProfile:
-    """The profile of a few batches of the workload that are not those of the run."""
+    """The profile of a few batches of the workload that are not those of the run; of very large ones one is enough."""
+    batches = max(1, min(_BATCHES, _MOST_SCRIPTS // batch))
     scripts = [
         workload.script(Task(id=f"prior {i // group_size}", seed=0, payload={}), _FIRST + i)
-        for i in range(_BATCHES * batch)
+        for i in range(batches * batch)
     ]
     turns = [turn for script in scripts for turn in script.turns]
     contexts = []
@@ -37,7 +39,7 @@ def workload_prior(workload: Workload, batch: int, group_size: int) -> WorkloadP
             context += turn.prompt_tokens + turn.retained_tokens
     counts = [len(script.turns) for script in scripts]
     tools = [sum(turn.tool_s for turn in script.turns) for script in scripts]
-    slowest = [max(range(k * batch, (k + 1) * batch), key=lambda i: counts[i]) for k in range(_BATCHES)]
+    slowest = [max(range(k * batch, (k + 1) * batch), key=lambda i: counts[i]) for k in range(batches)]
     return WorkloadProfile(
         batch=batch,
         turns=fmean(counts[i] for i in slowest),
@@ -50,7 +52,7 @@ def workload_prior(workload: Workload, batch: int, group_size: int) -> WorkloadP
         turn_environment_s=fmean(turn.tool_s for turn in turns),
         retained_tokens=fmean(turn.retained_tokens for turn in turns),
         active_by_turn=tuple(sum(c > t for c in counts) / len(counts) for t in range(max(counts))),
-        origin={"all": f"{_BATCHES} batches of the scenario's workload"},
+        origin={"all": f"{batches} batches of the scenario's workload"},
     )
 
 

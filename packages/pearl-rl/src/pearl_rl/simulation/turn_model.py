@@ -97,11 +97,14 @@ class TurnModel:
     """Correlation of an observation with the time that its tool took."""
     origin: Mapping[str, str] = field(default_factory=dict)
 
-    def trajectory(self, task: random.Random, own: random.Random) -> tuple[int, list[tuple[int, int, float]]]:
-        """First prompt tokens, and (new prompt tokens before it, generated tokens, tool time after it) of each turn.
+    def trajectory(
+        self, task: random.Random, own: random.Random, most: int | None = None
+    ) -> tuple[int, int, list[tuple[int, int, float]]]:
+        """First prompt tokens, turns, and (new prompt tokens before it, generated tokens, tool time after it) of each.
 
         `task` gives what all trajectories of a task share, `own` the rest. The first turn's new prompt is the first
-        prompt and counts 0 in the list.
+        prompt and counts 0 in the list. Of more than `most` turns only the first `most` are listed, but as many numbers
+        are drawn.
         """
         gauss = own.gauss
         shared, apart = math.sqrt(self.task_share), math.sqrt(1.0 - self.task_share)
@@ -114,20 +117,31 @@ class TurnModel:
         turns: list[tuple[int, int, float]] = []
         between = [math.sqrt(s) for s in (self.response_share, self.prompt_share, self.tool_share)]
         within = [math.sqrt(1.0 - s) for s in (self.response_share, self.prompt_share, self.tool_share)]
+        usual = [share * score for share, score in zip(between, (wordy, bulky, slow), strict=True)]
+        follow_prompt, follow_tool = self.response_prompt, self.prompt_tool
+        apart_prompt, apart_tool = _rest(follow_prompt), _rest(follow_tool)
+        listed = count if most is None else min(count, most)
         new = 0
-        for _ in range(count):
+        for _ in range(listed):
             e_response = gauss(0.0, 1.0)
-            e_prompt = _mix(self.response_prompt, e_response, gauss(0.0, 1.0))
-            e_tool = _mix(self.prompt_tool, e_prompt, gauss(0.0, 1.0))
-            response = max(1, round(self.response.at(between[0] * wordy + within[0] * e_response)))
-            tool_s = self.tool_s.at(between[2] * slow + within[2] * e_tool)
+            e_prompt = follow_prompt * e_response + apart_prompt * gauss(0.0, 1.0)
+            e_tool = follow_tool * e_prompt + apart_tool * gauss(0.0, 1.0)
+            response = max(1, round(self.response.at(usual[0] + within[0] * e_response)))
+            tool_s = self.tool_s.at(usual[2] + within[2] * e_tool)
             turns.append((new, response, tool_s))
-            new = max(1, round(self.new_prompt.at(between[1] * bulky + within[1] * e_prompt)))
-        return first, turns
+            new = max(1, round(self.new_prompt.at(usual[1] + within[1] * e_prompt)))
+        for _ in range(3 * (count - listed)):
+            gauss(0.0, 1.0)
+        return first, count, turns
+
+
+def _rest(correlation_: float) -> float:
+    """The weight of what is independent, so that the variance stays 1."""
+    return math.sqrt(1.0 - correlation_ * correlation_)
 
 
 def _mix(correlation_: float, score: float, other: float) -> float:
-    return correlation_ * score + math.sqrt(1.0 - correlation_ * correlation_) * other
+    return correlation_ * score + _rest(correlation_) * other
 
 
 # ---- fitting --------------------------------------------------------------------------------------------------------

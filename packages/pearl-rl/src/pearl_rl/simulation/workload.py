@@ -121,10 +121,10 @@ class ModelWorkload:
         """See `Workload`."""
         shared = random.Random(f"{self._seed}/task/{task.id}")
         own = random.Random(f"{self._seed}/sample/{sample}")
-        first, turns = self._model.trajectory(shared, own)
         options = self._options
+        first, length, turns = self._model.trajectory(shared, own, options.max_turns)
         reward = 1.0 if own.random() < 0.5 else 0.0
-        count = _turn_count(len(turns), self._model.turns.at(0.0), options)
+        count = _turn_count(length, self._model.turns.at(0.0), options)
         prompts = itertools.chain([round(first * options.first_prompt_scale)], itertools.repeat(None))
         # Lazily: a full context ends most trajectories long before their last turn.
         sized = (
