@@ -18,6 +18,7 @@ from pearl_executor.virtual_time import run_virtual
 from pearl_planner.elastic import Borrowing, ElasticSettings, initial_state
 from pearl_planner.policies import pearl
 from pearl_rl.control.scheduler import ElasticScheduler
+from pearl_rl.journal.frames import JournalError
 from pearl_rl.rollout.agent import AgentLimits, TextAgent
 from pearl_rl.rollout.environments.protocol import StepResult, observe
 from pearl_rl.rollout.pipeline import PipelineScheduler
@@ -213,3 +214,36 @@ def test_idle_training_gpus_are_lent_and_come_back_before_each_update() -> None:
         return cluster
 
     assert run_virtual(main()).lent > 0
+
+
+@pytest.mark.parametrize("at", ["commit", "applied", "on_step"])
+def test_a_disk_that_refuses_ends_the_control_plane_with_its_own_error(at: str) -> None:
+    """Not with a group of errors around it, which nobody would take for what it is."""
+
+    class Full:
+        def append(self, event, loads):
+            pass
+
+        async def commit(self):
+            if at == "commit":
+                raise JournalError("no space left")
+
+        def applied(self, state):
+            if at == "applied":
+                raise JournalError("no space left")
+
+    async def main():
+        cluster = Cluster(Borrowing.OFF, steps=1)
+        cluster.scheduler._journal = Full()
+        if at == "on_step":
+
+            def refuse(*_):
+                raise JournalError("no space left")
+
+            cluster.scheduler._on_step = refuse
+        control = asyncio.create_task(cluster.scheduler.run())
+        cluster.offer(2, 3, tenure=Tenure.RESERVED)
+        await control
+
+    with pytest.raises(JournalError, match="no space left"):
+        run_virtual(main())
