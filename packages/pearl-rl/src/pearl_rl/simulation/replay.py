@@ -240,6 +240,7 @@ class ReplayedCluster(SimulatedCluster):
         settings = recorded.settings
         self._recorded = recorded
         self.folder = folder
+        self.on_control = []
         self.scenario = replay_scenario(recorded)
         self.gpu = find_gpu("h800")
         self._prior = parts.prior_platform(settings, recorded.model_config)
