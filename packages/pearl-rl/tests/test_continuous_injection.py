@@ -20,7 +20,7 @@ from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 
 @cache
-def run(policy: str, staleness: int, injection: str = "") -> SimulationResult:
+def run(policy: str, staleness: int, injection: str = "", parts: str = "auto") -> SimulationResult:
     return simulate(
         scenario_from(
             {
@@ -32,6 +32,8 @@ def run(policy: str, staleness: int, injection: str = "") -> SimulationResult:
                     "group_size": 4,
                     "max_staleness": staleness,
                     "injection": injection,
+                    "task_batching": parts,
+                    "readiness": parts,
                     "straggler_patience": 0.0,
                 },
                 "workload": {"max_turns": 16, "max_context_tokens": 8192},
@@ -60,7 +62,7 @@ def test_a_wider_bound_trains_more_tokens_a_second_than_whole_batches() -> None:
 
 
 def test_a_scenario_may_ask_for_whole_batches_under_any_policy() -> None:
-    assert run("pearl+tiderl", 3, "batch").training_goodput == run("pearl", 3).training_goodput
+    assert run("pearl+tiderl", 3, "batch", "off").training_goodput == run("pearl", 3).training_goodput
 
 
 def test_a_group_is_due_when_one_more_version_would_make_a_sample_of_it_too_old() -> None:

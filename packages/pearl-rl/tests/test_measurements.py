@@ -14,6 +14,7 @@ from pearl_rl.control.prediction import StepPrediction
 from pearl_rl.control.recorder import Recorder, gate_line
 from pearl_rl.control.refit import Refit, StepSegments
 from pearl_rl.observer import SilentObserver
+from pearl_rl.rollout.ports import Flow
 from pearl_rl.run_folder import RunFolder, read_decisions
 from pearl_rl.settings.load import load_settings
 from pearl_state.configuration import Configuration
@@ -152,6 +153,7 @@ class Run:
         self.posted: list[ProfileRefitted] = []
         self.fresh = asyncio.Event()
         self.deserted = False
+        self.flow: Flow | None = None
         """Whether nobody serves after the first second of a step."""
         self.refit = Refit(
             workers=meters or Meters(),
@@ -178,6 +180,7 @@ class Run:
             decoding_fraction=0.5,
             borrowed=False,
             moved_fraction=moved,
+            flow=self.flow,
         )
         self.fresh.clear()
         await self.fresh.wait()
@@ -236,6 +239,20 @@ def test_a_step_in_which_nobody_served_for_long_explains_nothing() -> None:
     assert refitted(Run(), steps)[-1].platform.overhead_per_turn_s > 10.0
     run.deserted = True
     assert refitted(run, steps)[-1].platform.overhead_per_turn_s == 0.0
+
+
+def test_where_batches_overlap_the_models_are_told_of_all_that_is_in_flight_and_of_the_rate_of_turns() -> None:
+    steps = [(1, 60.0, C2), (2, 60.0, C2)]
+    alone = refitted(Run(), steps)[-1]
+    same, busy = Run(), Run()
+    # Four trajectories of two turns in flight, whose eight turns end within the step: as a batch of them.
+    same.flow = Flow(in_flight=4.0, turns=8)
+    # Twice as many in flight, and half as many turns in the same time: each turn takes four times as long.
+    busy.flow = Flow(in_flight=8.0, turns=4)
+    one, other = refitted(same, steps)[-1], refitted(busy, steps)[-1]
+    assert (one.workload.batch, other.workload.batch) == (4, 8)
+    assert one.platform.overhead_per_turn_s == pytest.approx(alone.platform.overhead_per_turn_s)
+    assert other.platform.overhead_per_turn_s == pytest.approx(4 * one.platform.overhead_per_turn_s, rel=0.05)
 
 
 # ---- recorder -------------------------------------------------------------------------------------------------------
@@ -316,6 +333,9 @@ def test_groups_count_when_all_their_workers_serve_and_never_when_they_are_gone(
 
 def test_a_gate_s_verdict_is_a_line_for_people() -> None:
     terms = {"dedicated_s": 6.0, "full_s": 4.0, "benefit_s": 1.0, "toggle_s": 0.5, "remaining": 32.0, "batch": 64.0}
-    assert gate_line(terms) == "gate      lend training GPUs: 32/64 × (6.0 - 4.0) s = 1.00 s > 0.50 s"
-    assert "keep training GPUs" in gate_line({**terms, "benefit_s": 0.4})
-    assert "no dedicated worker" in gate_line({**terms, "dedicated_s": NOBODY_S})
+    lend = {**terms, "open": 1.0}
+    assert gate_line(lend) == "gate      lend training GPUs: 32/64 × (6.0 - 4.0) s = 1.00 s > 0.50 s"
+    assert "keep training GPUs" in gate_line({**terms, "open": 0.0, "benefit_s": 0.4})
+    # What readiness, or a setting, says against the sum counts.
+    assert gate_line({**lend, "benefit_s": 0.4}).startswith("gate      lend training GPUs: 32/64")
+    assert "no dedicated worker" in gate_line({**lend, "dedicated_s": NOBODY_S})

@@ -137,8 +137,8 @@ def run(policy: str, **rollout: Any) -> tuple[SimulationResult, list[Event]]:
 
 
 def test_task_batching_keeps_prefixes_that_thrash_without_it() -> None:
-    with_, events = run("pearl+tiderl")
-    without, _ = run("pearl+tiderl", task_batching="off")
+    with_, events = run("tiderl")
+    without, _ = run("tiderl", task_batching="off")
     for result in (with_, without):
         assert [step.step for step in result.steps] == [1, 2, 3]
         assert result.counts.lost_trajectories == 0

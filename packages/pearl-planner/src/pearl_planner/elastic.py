@@ -109,6 +109,8 @@ class ElasticState:
     """The gate said no, or a borrow failed: not tried again before the next window or a smaller budget."""
     step: int = 0
     batch: int = 0
+    continuous: bool = False
+    """Whether batches overlap: then the workload's batch is what is in flight, whichever step it is for."""
     remaining: int = 0
     """R: trajectories of the batch that are not complete."""
     reconsider: bool = False

@@ -7,6 +7,8 @@ may come in any order. Each returns the next state and the effects that the shel
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pearl_planner.capacity import kv_bytes_per_sequence
+from pearl_planner.decide import STEPS_AHEAD
 from pearl_planner.elastic import Borrowing, ElasticState, Group, RunningPlan, Step
 from pearl_planner.gate import NOBODY_S, borrow_gate
 from pearl_planner.readiness import lends
@@ -17,6 +19,7 @@ from pearl_state.effects import ApplyStage, Effect, GroupKind, PrepareGroup, Rec
 from pearl_state.errors import ConfigurationError
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.plan import PlanId
+from pearl_state.profile import WorkloadProfile
 from pearl_state.roles import ROLLOUT_ROLES, Role, Tenure, Zone
 from pearl_state.table import WorkerTable
 from pearl_state.worker import Worker, WorkerId
@@ -70,15 +73,44 @@ def current_configuration(table: WorkerTable) -> Configuration | None:
 
 def choose(state: ElasticState, budget_workers: int, *, current: Configuration | None) -> Decision:
     """The policy's answer for a budget."""
+    remaining_fraction, steps_ahead = _horizon(state)
     return state.settings.policy.decide(
-        workload=state.workload,
+        workload=load_on(state, budget_workers),
         platform=state.platform,
         budget_workers=budget_workers,
         current=current,
-        remaining_fraction=state.remaining / state.batch if state.batch else 1.0,
+        remaining_fraction=remaining_fraction,
+        steps_ahead=steps_ahead,
         calibrated=state.calibrated,
         pinned=state.pinned,
     )
+
+
+def load_on(state: ElasticState, workers: int) -> WorkloadProfile:
+    """The workload that `workers` have at a time.
+
+    A batch goes to all of them. Where batches overlap, what is in flight is not theirs to finish together: as many are
+    served as half of the workers hold the KV of, and the others wait for room.
+    """
+    workload, platform = state.workload, state.platform
+    each_bytes = kv_bytes_per_sequence(workload, platform)
+    if not state.continuous or not platform.kv_capacity_bytes or not each_bytes:
+        return workload
+    held = max(1, workers // 2) * platform.kv_capacity_bytes / each_bytes
+    return replace(workload, batch=min(workload.batch, max(1, int(held))))
+
+
+def _horizon(state: ElasticState) -> tuple[float, float]:
+    """How long a configuration may pay: the part of the workload's batch that is left, and batches after it.
+
+    Where batches overlap, the workload's batch is all that is in flight, and a step takes a part of it. Where training
+    lends GPUs, the pool changes with every step: what is chosen for it is gone with the step.
+    """
+    if not state.continuous:
+        return state.remaining / state.batch if state.batch else 1.0, STEPS_AHEAD
+    if state.settings.borrowing is Borrowing.OFF or not state.settings.policy.borrows:
+        return 1.0, STEPS_AHEAD
+    return min(1.0, state.batch / state.workload.batch), 0.0
 
 
 # ---- removing -------------------------------------------------------------------------------------------------------
@@ -151,17 +183,18 @@ def lend(state: ElasticState, trigger: str) -> Step:
         return state, ()
     dedicated = len([id_ for id_ in table.active() if table.rows[id_].zone is Zone.DEDICATED])
     full = choose(state, dedicated + len(overlap), current=None)
-    ded_s = choose(state, dedicated, current=None).predicted_s if dedicated else NOBODY_S
+    full_s = full.predicted_s * _share(state, dedicated + len(overlap))
+    ded_s = choose(state, dedicated, current=None).predicted_s * _share(state, dedicated) if dedicated else NOBODY_S
     verdict = borrow_gate(
         remaining=state.remaining,
-        batch=max(state.batch, state.remaining),
+        batch=max(state.workload.batch if state.continuous else state.batch, state.remaining),
         ded_s=ded_s,
-        full_s=full.predicted_s,
+        full_s=full_s,
         toggle_cost_s=state.toggle_costs.toggle_s,
     )
     told = lends(state.readiness)
     # Readiness overrides the sum of eq. (7), but lends nothing that would not serve anybody.
-    open_ = verdict.borrow if told is None else told and full.predicted_s < ded_s
+    open_ = verdict.borrow if told is None else told and full_s < ded_s
     open_ = open_ or settings.borrowing is Borrowing.UNGATED
     record = RecordDecision(
         decision=full,
@@ -171,7 +204,7 @@ def lend(state: ElasticState, trigger: str) -> Step:
             "remaining": state.remaining,
             "batch": state.batch,
             "dedicated_s": ded_s,
-            "full_s": full.predicted_s,
+            "full_s": full_s,
             "benefit_s": verdict.benefit_s,
             "toggle_s": verdict.cost_s,
             "open": float(open_),
@@ -188,6 +221,11 @@ def lend(state: ElasticState, trigger: str) -> Step:
         next_plan=PlanId(plan_id + 1),
     )
     return state, (record, ReleaseTraining(plan_id=plan_id, workers=rows(state, training)))
+
+
+def _share(state: ElasticState, workers: int) -> float:
+    """What the whole workload is to the load of `workers`."""
+    return state.workload.batch / load_on(state, workers).batch
 
 
 def _lendable(state: ElasticState, id_: WorkerId) -> bool:

@@ -79,7 +79,8 @@ def _weights_reported(state: ElasticState, event: events.WeightsReported) -> Ste
 
 
 def _rollout_began(state: ElasticState, event: events.RolloutBegan) -> Step:
-    return replace(state, step=event.step, batch=event.batch, remaining=event.batch, lend_refused=False), ()
+    state = replace(state, step=event.step, batch=event.batch, continuous=event.continuous)
+    return replace(state, remaining=event.batch, lend_refused=False), ()
 
 
 def _rollout_progressed(state: ElasticState, event: events.RolloutProgressed) -> Step:

@@ -150,6 +150,8 @@ class RolloutBegan(_Event):
 
     step: int
     batch: int
+    continuous: bool = False
+    """Whether trajectories of other batches are under way beside it: groups enter whenever they may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,23 +9,25 @@ import math
 from dataclasses import dataclass
 
 from pearl_planner.elastic import ElasticState
+from pearl_planner.reconcile import load_on
 from pearl_state.configuration import Configuration
 
 
 def predicted_makespan_s(state: ElasticState, configuration: Configuration) -> float | None:
     """What the planner expects of a step's rollout under `configuration`, seconds.
 
-    None before anything was measured, and where the configuration cannot run.
+    None before anything was measured, and where the configuration cannot run. Where batches overlap, that is a batch's
+    part of what all trajectories in flight take.
     """
     if not state.calibrated:
         return None
+    workload = load_on(state, configuration.workers)
     decision = state.settings.policy.decide(
-        workload=state.workload,
-        platform=state.platform,
-        budget_workers=configuration.workers,
-        pinned=configuration,
+        workload=workload, platform=state.platform, budget_workers=configuration.workers, pinned=configuration
     )
-    return decision.predicted_s if math.isfinite(decision.predicted_s) else None
+    if not math.isfinite(decision.predicted_s):
+        return None
+    return decision.predicted_s * (state.batch / workload.batch if state.continuous else 1.0)
 
 
 @dataclass(slots=True)

@@ -154,7 +154,9 @@ def gate_line(gate: Mapping[str, float]) -> str:
     """The verdict of eq. (7) for people."""
     if gate["dedicated_s"] >= NOBODY_S:
         return "gate      lend training GPUs: no dedicated worker serves yet"
-    verdict, sign = ("lend", ">") if gate["benefit_s"] > gate["toggle_s"] else ("keep", "≤")
+    # Readiness, or a setting, may say other than the sum.
+    verdict = "lend" if gate["open"] else "keep"
+    sign = ">" if gate["benefit_s"] > gate["toggle_s"] else "≤"
     return (
         f"gate      {verdict} training GPUs: {gate['remaining']:.0f}/{gate['batch']:.0f} × "
         f"({gate['dedicated_s']:.1f} - {gate['full_s']:.1f}) s = "

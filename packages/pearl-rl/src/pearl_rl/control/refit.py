@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from pearl_executor.ports import WorkerError
 from pearl_planner.fit import PlatformFit, StepMeasurement, fit_overhead, fit_platform
 from pearl_planner.reconcile import current_configuration
+from pearl_rl.rollout.ports import Flow
 from pearl_state.configuration import Configuration
 from pearl_state.events import Event, ProfileRefitted, RolloutBegan
 from pearl_state.profile import PlatformProfile
@@ -121,10 +122,17 @@ class Refit:
         decoding_fraction: float | None,
         borrowed: bool,
         moved_fraction: float | None,
+        flow: Flow | None = None,
     ) -> None:
-        """A batch is complete: the profile is renewed in the background."""
+        """A batch is complete: the profile is renewed in the background.
+
+        Where batches overlap, the models are told of the steady state: a batch of all that is in flight, each of a mean
+        trajectory's turns, which takes as long as the pool needs for so many turns at the rate of this step.
+        """
         segments = self._step.finish(asyncio.get_running_loop().time())
         paired, choice = _pools(segments)
+        if flow is not None:
+            batch = max(1, round(flow.in_flight))
         self._tracker.finish_step(
             step=step,
             batch=batch,
@@ -134,9 +142,15 @@ class Refit:
             paired=paired,
             moved=moved_fraction,
             choice=choice,
+            steady=flow is not None,
         )
+        if flow is not None:
+            profile = self._tracker.profile()
+            scale = batch * profile.mean_turns / flow.turns if profile is not None and flow.turns else 0.0
+            segments = tuple((configuration, seconds * scale) for configuration, seconds in segments)
+            makespan_s *= scale
         # A moment in which nobody served, or a transition mixed both modes, cannot be explained by the model.
-        if sum(seconds for _, seconds in segments) > 0.9 * makespan_s:
+        if sum(seconds for _, seconds in segments) > 0.9 * makespan_s > 0.0:
             measured = StepMeasurement(segments=segments)
             if measured.mode is not None:
                 self._steps[measured.mode].append((step, measured))

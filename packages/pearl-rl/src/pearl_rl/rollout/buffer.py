@@ -195,13 +195,6 @@ class GroupBuffer:
         """How many groups are complete."""
         return sum(len(state.complete) == state.size for state in self._groups.values())
 
-    def missing(self, groups: int, taken: int = 0) -> int:
-        """How many samples are to come back before `groups` more groups are complete, at the least; the first `taken`
-        complete ones do not count.
-        """
-        lacking = sorted(state.size - len(state.complete) for state in self._groups.values())[taken : taken + groups]
-        return sum(lacking) + self._size * (groups - len(lacking))
-
     def due(self, version: int) -> int:
         """How many incomplete groups hold a sample that would be too old after one more version of the trainer."""
         return sum(self._is_due(state, version) for state in self._groups.values())

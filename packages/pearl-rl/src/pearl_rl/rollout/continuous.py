@@ -18,6 +18,7 @@ from typing import Final
 from pearl_rl.rollout.buffer import UsedSample
 from pearl_rl.rollout.pipeline import Batch, PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings, RolloutTimeoutError
+from pearl_rl.rollout.ports import Flow
 from pearl_state.events import RolloutBegan, RolloutProgressed
 from pearl_state.trajectory import Trajectory
 
@@ -84,8 +85,11 @@ class ContinuousPipeline(PipelineScheduler):
         """A group was given up and another one takes its place."""
 
     def _progress(self, batch: Batch) -> None:
-        """What the next step still waits for: with a whole batch ready nothing is gained by lending GPUs to rollout."""
-        remaining = self._buffer.missing(self._settings.groups_per_step, self._claimed)
+        # What is in flight feeds further batches too; the planner reckons with one. However few samples a step lacks,
+        # they may be long ones; only where it lacks none, training begins at once and has nothing to lend.
+        enough = self._buffer.ready() - self._claimed >= self._settings.groups_per_step
+        ready = enough and not self._buffer.due(self._version)
+        remaining = 0 if ready else min(self._settings.batch, self._buffer.counts.in_flight)
         if remaining != batch.remaining:
             batch.remaining = remaining
             self._post(RolloutProgressed(now_s=self._now_s(), step=batch.step, remaining=remaining))
@@ -115,9 +119,19 @@ class ContinuousPipeline(PipelineScheduler):
 
     def _begin(self, step: int) -> Batch:
         self._current = batch = Batch(self, step, self._now_s(), self._settings.batch, 0.0, self._mark())
-        self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=self._settings.batch))
+        self._post(RolloutBegan(now_s=batch.began_s, step=step, batch=self._settings.batch, continuous=True))
         self._progress(batch)
         return batch
+
+    def _flow(self, batch: Batch) -> Flow | None:
+        passed = self._router.concurrency() - batch.mark.concurrency
+        if not passed.elapsed_s:
+            return None
+        in_flight = passed.in_flight_s / passed.elapsed_s
+        if self._batching is not None and self._buffer.counts.in_flight:
+            # Who waits for room loads nobody; how many do changes little within a step.
+            in_flight *= 1.0 - min(1.0, self._batching.batcher.waiting / self._buffer.counts.in_flight)
+        return Flow(in_flight, self._router.statistics.calls - batch.mark.calls)
 
     async def _ready(self, batch: Batch) -> bool:
         """Return once a batch is ready and no sample under way would be made too old by it; False where none comes."""

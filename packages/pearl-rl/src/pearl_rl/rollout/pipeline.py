@@ -33,7 +33,7 @@ from pearl_rl.rollout.pipeline_settings import (
     RolloutTimeoutError,
     UpdateTimeoutError,
 )
-from pearl_rl.rollout.ports import RolloutTracker, Trainer, UpdateResult
+from pearl_rl.rollout.ports import Flow, RolloutTracker, Trainer, UpdateResult
 from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.statistics import Concurrency, PrefixUse
@@ -62,6 +62,7 @@ class Mark:
 
     concurrency: Concurrency
     prefixes: PrefixUse
+    calls: int = 0
 
 
 @dataclass(slots=True)
@@ -157,6 +158,7 @@ class PipelineScheduler:
             gate=batching,
         )
         self._readiness = readiness
+        self._batching = batching
         self._note = note
         self._commit = commit
         if restored is not None:
@@ -268,7 +270,8 @@ class PipelineScheduler:
     def _mark(self) -> Mark:
         """Begin to measure a rollout."""
         self._router.take_borrowed()
-        return Mark(self._router.concurrency(), self._router.statistics.prefixes.copy())
+        statistics = self._router.statistics
+        return Mark(self._router.concurrency(), statistics.prefixes.copy(), statistics.calls)
 
     async def _play(self, step: int, waited_s: float) -> Batch:
         """Roll one batch out and tell that it is complete."""
@@ -314,8 +317,14 @@ class PipelineScheduler:
             decoding_fraction=(self._router.concurrency() - batch.mark.concurrency).decoding_fraction,
             borrowed=batch.borrowed,
             moved_fraction=self._router.statistics.prefixes.since(batch.mark.prefixes),
+            flow=self._flow(batch),
         )
         self._post(RolloutFinished(now_s=now_s, step=batch.step, makespan_s=batch.makespan_s, borrowed=batch.borrowed))
+
+    def _flow(self, batch: Batch) -> Flow | None:
+        """What went on beside `batch`; None where batches do not overlap."""
+        del batch
+        return None
 
     def on_completed(self, batch: Batch, trajectory: Trajectory) -> None:
         """A trajectory of `batch` came back; a refill of a batch that was complete before is no progress of it."""

@@ -1,6 +1,7 @@
 """What the Pipeline Scheduler needs of training and of telemetry."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pearl_executor.ports import WeightSnapshot
@@ -45,6 +46,16 @@ class Trainer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What went on during a step under continuous injection, whichever step it was for."""
+
+    in_flight: float
+    """Trajectories that were under way, and had room on a worker, on average."""
+    turns: int
+    """Turns that ended."""
+
+
 class RolloutTracker(Protocol):
     """Learns the workload from what the rollout does (PEARL section 5, Runtime statistics)."""
 
@@ -61,9 +72,11 @@ class RolloutTracker(Protocol):
         decoding_fraction: float | None,
         borrowed: bool,
         moved_fraction: float | None,
+        flow: Flow | None = None,
     ) -> None:
         """The last trajectory of a batch completed; `decoding_fraction` is f, None where nothing was measured.
 
-        `moved_fraction` is the part of prefixes that trajectories left on other workers, None likewise.
+        `moved_fraction` is the part of prefixes that trajectories left on other workers, None likewise. `flow` is given
+        where batches overlap: then `makespan_s` is the time between two full batches.
         """
         ...

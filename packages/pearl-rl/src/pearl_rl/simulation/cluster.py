@@ -20,6 +20,7 @@ from pearl_planner.policies import Policy
 from pearl_planner.roofline import check_tensor_parallel
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.control.forecasting import forecasting_for, windows_of
+from pearl_rl.control.prediction import predicted_makespan_s
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import ExitCode, SettingsError
@@ -52,7 +53,6 @@ from pearl_rl.simulation.sources import make_workload
 from pearl_rl.simulation.training import SimulatedTrainer, SimulatedWeights
 from pearl_rl.simulation.watch import Watch
 from pearl_rl.simulation.workload import SimulatedTasks, Workload
-from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect
 from pearl_state.events import Event, WorkerFailed
 from pearl_state.roles import Tenure
@@ -366,17 +366,6 @@ class SimulatedCluster:
             grant_s=3600.0,
             update_s=30 * 86_400.0,
         )
-
-
-def predicted_makespan_s(state: ElasticState, configuration: Configuration) -> float | None:
-    """What the planner expects of a whole batch under `configuration`."""
-    decision = state.settings.policy.decide(
-        workload=state.workload,
-        platform=state.platform,
-        budget_workers=configuration.workers,
-        pinned=configuration,
-    )
-    return decision.predicted_s if math.isfinite(decision.predicted_s) else None
 
 
 def kv_bytes_per_token(model: ModelSpec, tp: int) -> float:
