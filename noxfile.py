@@ -191,9 +191,17 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Real processes, really broken: the control plane killed and resumed, a worker stopped; some minutes."""
+    """Real processes, really broken: killed, stopped, cut off, without room on disk; some minutes."""
     sync(session)
     session.run("pytest", "integration/test_chaos.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def kills(session: nox.Session) -> None:
+    """The control planes of real jobs, killed at random moments and resumed; longer with `-- --kills N --seed S`."""
+    sync(session)
+    kills = session.posargs or ("--kills", "20", "--jobs", "2")
+    session.run("python", "-m", "dst.kills", *kills, env={**ONE_THREAD, "PYTHONPATH": "integration"})
 
 
 @nox.session

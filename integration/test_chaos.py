@@ -200,10 +200,10 @@ def test_every_fault_of_the_table_is_named_within_its_bound_and_survived(tmp_pat
     process = train(folder, log, changes)
     try:
         for fault, (settings, pattern) in table.items():
-            wait_for(lambda: len(workers(process.pid)) == 2 and len(ranks(process.pid)) == 2, 120.0)
+            wait_for(lambda: len(workers(process.pid)) == 2 and len(ranks(process.pid)) == 2, 300.0)
             done = made(folder)
             # In the middle of a step: what is to be noticed must be in use.
-            wait_for(lambda done=done: made(folder) > done, 120.0)
+            wait_for(lambda done=done: made(folder) > done, 300.0)
             known, began_s = said(folder, log), time.monotonic()
             INJECT[fault](process.pid)
             most_s = sum(SHORT[name] for name in settings) + SLACK_S

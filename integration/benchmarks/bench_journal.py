@@ -255,10 +255,10 @@ def long_journal(folder: Path, count: int, *, rollout: bool) -> tuple[float, int
     return time.perf_counter() - began, writer.records, writer.events
 
 
-def derived(folder: Path, *, from_start: bool) -> tuple[float, int]:
+def derived(folder: Path, *, since: int | None) -> tuple[float, int]:
     """Seconds that it takes to be back, and how many records were read."""
     began = time.perf_counter()
-    recovered = recover(FolderStorage(folder), SETTINGS, from_start=from_start)
+    recovered = recover(FolderStorage(folder), SETTINGS, since=since)
     return time.perf_counter() - began, recovered.records
 
 
@@ -278,10 +278,10 @@ def main() -> None:
             took_s, count, events = long_journal(long, options.records, rollout=rollout)
             size = sum(file.stat().st_size for file in long.iterdir())
             print(f"{name}: {count:,}, {events:,} of them events, made in {took_s:.1f} s, {size / 1e6:.0f} MB")
-            took_s, read = derived(long, from_start=False)
+            took_s, read = derived(long, since=None)
             print(f"{took_s:10.2f} s to be back: the newest snapshot and {read} records")
             if options.derive:
-                took_s, read = derived(long, from_start=True)
+                took_s, read = derived(long, since=0)
                 print(f"{took_s:10.2f} s to derive it all again: {read:,} records, {1e6 * took_s / read:.0f} µs each")
             _damage(long)
 

@@ -187,7 +187,7 @@ def audit(folder: Path) -> tuple[dict[str, list[int]], int, int, Counter]:
     """From the journal's records alone: trajectory → steps that trained on it; samples dispatched but for those that
     failed; groups opened but for those dropped; and how often each (trajectory, turn) was finished.
     """
-    _, records = read(FolderStorage(folder / "journal"), from_start=True)
+    _, records = read(FolderStorage(folder / "journal"), since=0)
     members: dict[str, set[str]] = {}
     waiting: dict[int, list[str]] = {}
     trained: dict[str, list[int]] = {}

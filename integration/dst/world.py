@@ -618,7 +618,7 @@ def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOut
     if script.seed % 4:
         return
     settings = life.settings
-    again = recover(machine.disk, settings, from_start=True)
+    again = recover(machine.disk, settings, since=0)
     require(again.state == replace(life.before, last_decision=again.state.last_decision), "replay", "another state")
 
 

@@ -42,7 +42,7 @@ def test_records_come_back_in_order_over_snapshots_and_restarts(tmp_path) -> Non
     assert again.next_number == 5
     reopened = FolderStorage(tmp_path / "journal")
     assert values(reopened) == ({"so far": 3}, [4, 5])
-    assert values(reopened, from_start=True) == ({"start": True}, [1, 2, 3, 4, 5])
+    assert values(reopened, since=0) == ({"start": True}, [1, 2, 3, 4, 5])
     assert values(reopened, up_to=2) == ({"start": True}, [1, 2])
     assert values(reopened, up_to=4) == ({"so far": 3}, [4])
 

@@ -93,7 +93,7 @@ def test_the_state_is_the_same_from_the_newest_snapshot_and_from_the_start(run) 
     folder, elastic, state = run
     storage = FolderStorage(folder / "journal")
     assert len(storage.segments()) > 1
-    newest, whole = recover(storage, elastic), recover(storage, elastic, from_start=True)
+    newest, whole = recover(storage, elastic), recover(storage, elastic, since=0)
     assert encode_state(newest.state) == encode_state(whole.state) == encode_state(state)
     assert newest.rollout.to_json() == whole.rollout.to_json()
     assert newest.records < whole.records == 6
@@ -111,6 +111,11 @@ def test_replaying_names_every_event_and_decision_and_stops_where_told(run) -> N
     ]
     assert any("decided" in line for line in lines)
     assert any("1 groups open, 1 trajectories under way" in line for line in lines)
+    later = list(replayed(folder, None, since=5))
+    assert [line.split()[-1] for line in later if " s  " in line] == ["GroupPrepared"]
+    assert later[-1] == lines[-1]
+    (told,) = (line for line in later if line.startswith("after "))
+    assert int(told.split()[1]) < 6
     early = list(replayed(folder, 3))
     assert sum("GpusOffered" in line for line in early) == 1
     explained = list(replayed(folder, None, explain=True))
@@ -125,6 +130,10 @@ def test_what_holds_no_run_or_no_journal_is_refused_in_one_line(tmp_path, run) -
         resume_run(tmp_path, as_json=False, plain=True)
     with pytest.raises(CommandError, match="--at -1: must be 0 or more"):
         list(replayed(folder, -1))
+    with pytest.raises(CommandError, match="--since -2: must be 0 or more"):
+        list(replayed(folder, None, since=-2))
+    with pytest.raises(CommandError, match="--since 4: lies behind --at 3"):
+        list(replayed(folder, 3, since=4))
     first = folder / "journal" / "00000001.journal"
     data = bytearray(first.read_bytes())
     data[40] ^= 1
@@ -180,7 +189,7 @@ def test_the_time_under_way_is_that_of_all_control_planes_and_of_nothing_between
     folder, elastic, _ = run
     storage = FolderStorage(folder / "journal")
     recovered = recover(storage, elastic)
-    assert recovered.clock == recover(storage, elastic, from_start=True).clock
+    assert recovered.clock == recover(storage, elastic, since=0).clock
     # Events of the fixture are at 1, 2, 3 and 9 s.
     assert (recovered.clock.now_s, recovered.clock.elapsed_s) == (9.0, 8.0)
     again = RunJournal(storage, recovered.state, recovered.rollout, recovered.clock)
@@ -188,7 +197,7 @@ def test_the_time_under_way_is_that_of_all_control_planes_and_of_nothing_between
     again.append(RolloutBegan(now_s=502.5, step=2, batch=64), {})
     again._journal.commit_now()
     assert recover(storage, elastic).clock.elapsed_s == 10.5
-    assert recover(storage, elastic, from_start=True).clock.elapsed_s == 10.5
+    assert recover(storage, elastic, since=0).clock.elapsed_s == 10.5
 
 
 def test_the_budget_of_failures_is_that_of_the_settings() -> None:

@@ -61,17 +61,22 @@ def _goes_on(run_dir: Path, settings: Settings) -> bool:
     return False
 
 
-def replayed(run_dir: Path, at: int | None, *, as_json: bool = False, explain: bool = False) -> Iterator[str]:
+def replayed(
+    run_dir: Path, at: int | None, *, since: int | None = None, as_json: bool = False, explain: bool = False
+) -> Iterator[str]:
     """The lines of the command. Raises `CommandError` where the folder holds no readable journal."""
     settings = parts.elastic_settings(_settings(run_dir))
-    if at is not None and at < 0:
-        raise CommandError(f"--at {at}: must be 0 or more")
+    for name, number in (("--at", at), ("--since", since)):
+        if number is not None and number < 0:
+            raise CommandError(f"{name} {number}: must be 0 or more")
+    if since is not None and at is not None and since > at:
+        raise CommandError(f"--since {since}: lies behind --at {at}; give an earlier record")
     try:
-        begin, records = read(FolderStorage(run_dir / "journal"), up_to=at, from_start=True)
+        begin, records = read(FolderStorage(run_dir / "journal"), up_to=at, since=since or 0)
         recovered = begun(begin, settings)
         for record in records:
             taken = apply(recovered, record)
-            if taken is not None:
+            if taken is not None and record["n"] >= (since or 0):
                 yield from _told(record["n"], *taken, as_json=as_json, explain=explain)
     except JournalError as error:
         raise CommandError(f"{run_dir}/journal: {error}") from None

@@ -114,8 +114,8 @@ class Journal:
             raise
 
 
-def read(storage: Storage, *, up_to: int | None = None, from_start: bool = False) -> tuple[Record, Iterator[Record]]:
-    """The newest snapshot (not after record `up_to`; with `from_start` the first), and all records after it, in order.
+def read(storage: Storage, *, up_to: int | None = None, since: int | None = None) -> tuple[Record, Iterator[Record]]:
+    """The newest snapshot (not after record `since`, where it is given; 0 is the first one), and all records after it.
 
     `up_to` is the number of the first record that is not given. Raises `JournalError` where there is no such snapshot.
     """
@@ -124,13 +124,14 @@ def read(storage: Storage, *, up_to: int | None = None, from_start: bool = False
         raise JournalError("the journal is empty")
     begin: Record | None = None
     first = 0
-    for at in range(len(segments)) if from_start else reversed(range(len(segments))):
+    latest = min((number for number in (up_to, since) if number is not None), default=None)
+    for at in reversed(range(len(segments))):
         found = _begin(storage, segments[at])
-        if found is not None and (up_to is None or found["n"] <= up_to):
+        if found is not None and (latest is None or found["n"] <= latest):
             begin, first = found, at
             break
     if begin is None:
-        raise JournalError(f"no snapshot at or before record {up_to}; the journal begins later")
+        raise JournalError(f"no snapshot at or before record {latest}; the journal begins later")
     return begin, _records(storage, segments[first:], up_to)
 
 

@@ -101,10 +101,10 @@ class RunJournal:
 
 
 def recover(
-    storage: Storage, settings: ElasticSettings, *, up_to: int | None = None, from_start: bool = False
+    storage: Storage, settings: ElasticSettings, *, up_to: int | None = None, since: int | None = None
 ) -> Recovered:
     """The state after the last durable record, or before record `up_to`. Raises `JournalError`."""
-    begin, records = read(storage, up_to=up_to, from_start=from_start)
+    begin, records = read(storage, up_to=up_to, since=since)
     recovered = begun(begin, settings)
     for record in records:
         apply(recovered, record)
