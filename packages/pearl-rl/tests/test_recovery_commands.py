@@ -151,6 +151,17 @@ def test_what_holds_no_run_or_no_journal_is_refused_in_one_line(tmp_path, run) -
         resume_run(folder, as_json=False, plain=True)
 
 
+def test_a_run_that_made_all_its_steps_is_left_as_it_is(run) -> None:
+    folder, _, _ = run
+    summary = {"steps": 60, "wall_s": 1.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    done = CliRunner().invoke(app, ["resume", str(folder)])
+    assert (done.exit_code, done.stdout) == (0, f"{folder}: all its 60 steps are made; nothing is left to do\n")
+    assert json.loads(CliRunner().invoke(app, ["resume", str(folder), "--json"]).stdout) == summary
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
 @pytest.mark.parametrize("left", ["nothing", "a torn snapshot", "a first snapshot"])
 def test_a_run_that_ended_before_it_played_anything_begins_anew_with_its_settings(run, monkeypatch, left) -> None:
     folder, _, state = run

@@ -49,12 +49,10 @@ _PACKAGES = (
     _Package("transformers", "transformers", "model code and weights", _SYNC, needed=True),
     _Package("tokenizers", "tokenizers", "tokenizer of the tiny model", _SYNC, needed=True),
     _Package("ray", "ray", "several machines", "uv sync --package pearl-rl --extra ray"),
-    _Package("sglang", "sglang", "large models on GPUs", "uv pip install sglang"),
+    _Package("sglang", "sglang", "large models on GPUs", "in an environment of its own: docs/sglang.md"),
     _Package("gymnasium", "gymnasium", "Gymnasium-style environments", "uv sync --package pearl-rl --extra envs"),
     _Package("verifiers", "verifiers", "verifiers environments", "uv pip install verifiers"),
-    _Package(
-        "opentelemetry.sdk", "opentelemetry-sdk", "exporting metrics and spans", "uv pip install opentelemetry-sdk"
-    ),
+    _Package("opentelemetry.sdk", "opentelemetry-sdk", "exporting metrics and spans", _SYNC),
 )
 
 

@@ -9,7 +9,7 @@ import typer
 Config = Annotated[Path | None, typer.Argument(help="TOML file with what differs from the default job.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, like train.seed=1; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, like run.seed=1; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]

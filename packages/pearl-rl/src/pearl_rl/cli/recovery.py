@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from pearl_rl.journal.frames import JournalError
 from pearl_rl.journal.journal import Journal, read
 from pearl_rl.journal.run_journal import Recovered, apply, begun, recover
 from pearl_rl.journal.storage import FolderStorage
-from pearl_rl.run_folder import CONFIG_TOML, RunFolder
+from pearl_rl.run_folder import CONFIG_TOML, SUMMARY, RunFolder
 from pearl_rl.run_lock import RunLock
 from pearl_rl.settings import Settings, load_settings
 from pearl_state.effects import Effect, RecordDecision
@@ -27,6 +27,12 @@ def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
     from pearl_rl.preflight import check_installed
 
     settings = _settings(run_dir)
+    done = _summary(run_dir)
+    if done.get("steps", 0) >= settings.run.steps:
+        print(
+            json.dumps(done) if as_json else f"{run_dir}: all its {done['steps']} steps are made; nothing is left to do"
+        )
+        return ExitCode.OK
     with RunLock(run_dir):
         goes_on = _goes_on(run_dir, settings)
         check_installed(settings)
@@ -39,6 +45,15 @@ def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
             except JournalError as error:
                 raise CommandError(f"{run_dir}/journal: {error}") from None
         return report_outcome(outcome, settings, folder, as_json=as_json)
+
+
+def _summary(run_dir: Path) -> Mapping[str, Any]:
+    """What a run that ended wrote of itself; empty where it wrote nothing that can be read."""
+    try:
+        found: Any = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _goes_on(run_dir: Path, settings: Settings) -> bool:
