@@ -331,8 +331,9 @@ def test_a_role_does_not_change_while_it_serves() -> None:
 
 def test_slots_are_never_renumbered_and_the_lowest_free_one_is_used() -> None:
     table = mixed_table().unbind([WorkerId(3), WorkerId(1)])
-    assert table.free_slot == 1
-    assert table.bind(worker(1)).free_slot == 3
+    assert table.free_slots(1) == [1]
+    assert table.free_slots(3) == [1, 3, 8]
+    assert table.bind(worker(1)).free_slots(1) == [3]
     assert list(table.bind(worker(1)).rows) == [0, 1, 2, 4, 5, 6, 7]
 
 

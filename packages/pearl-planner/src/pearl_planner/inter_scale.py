@@ -19,11 +19,10 @@ def offered(state: ElasticState, event: events.GpusOffered) -> Step:
         held |= ids
     pool = sorted((event.gpus - held) | state.loose.get(event.node, frozenset()))
     size = state.settings.gpus_per_worker
-    table, available = state.table, set(state.available)
     whole = len(pool) // size
-    for i in range(whole):
-        slot = table.free_slot
-        worker = Worker(
+    slots = state.table.free_slots(whole)
+    workers = [
+        Worker(
             id=slot,
             gpus=frozenset(pool[i * size : (i + 1) * size]),
             role=Role.COLOCATED,
@@ -31,13 +30,14 @@ def offered(state: ElasticState, event: events.GpusOffered) -> Step:
             tenure=event.tenure,
             node=event.node,
         )
-        table = table.bind(worker)
-        available.add(slot)
+        for i, slot in enumerate(slots)
+    ]
     rest = frozenset(pool[whole * size :])
     loose = {node: gpus for node, gpus in state.loose.items() if node != event.node}
     if rest:
         loose[event.node] = rest
-    return replace(state, table=table, available=frozenset(available), loose=loose), ()
+    table = state.table.bind(*workers) if workers else state.table
+    return replace(state, table=table, available=state.available.union(slots), loose=loose), ()
 
 
 def _spared(state: ElasticState, gpus: frozenset[GpuId]) -> ElasticState:

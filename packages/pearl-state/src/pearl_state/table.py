@@ -15,6 +15,7 @@ Invariants (the names that `InvariantError.invariant` carries):
 - `incarnation_grows`: each start of a process in a slot has a higher incarnation than all before it.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -88,13 +89,10 @@ class WorkerTable:
         """π of the active workers. Raises `ConfigurationError` while a transition mixes both modes."""
         return Configuration(*self.active_roles)
 
-    @property
-    def free_slot(self) -> WorkerId:
-        """The lowest slot that is not bound."""
-        slot = 0
-        while slot in self.rows:
-            slot += 1
-        return WorkerId(slot)
+    def free_slots(self, count: int) -> list[WorkerId]:
+        """The `count` lowest slots that are not bound."""
+        free = (WorkerId(slot) for slot in itertools.count() if slot not in self.rows)
+        return list(itertools.islice(free, count))
 
     # ---- changing ---------------------------------------------------------------------------------------------------
 

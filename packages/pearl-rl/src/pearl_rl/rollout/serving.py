@@ -184,7 +184,9 @@ class ServingSet:
         for id_, row in table.rows.items():
             if row.role is Role.TRAINING:
                 continue
-            slot = self._follow(id_, row, closed)
+            slot = self._slots.get(id_)
+            if slot is None or slot.worker is not row:
+                slot = self._follow(id_, row, closed)
             if slot is not None and row.lifecycle is Lifecycle.ACTIVE and slot.version >= table.floor_version:
                 serving[row.role].append(slot)
                 self._borrowed = self._borrowed or row.zone is Zone.OVERLAP
@@ -198,8 +200,6 @@ class ServingSet:
         slot = self._slots.get(id_)
         if slot is not None:
             old = slot.worker
-            if old is row:
-                return slot
             if (
                 row.lifecycle in _KEEPS_CACHE
                 and row.incarnation == old.incarnation
