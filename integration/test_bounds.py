@@ -13,6 +13,9 @@ from dst.world import LIMITS, Disk, Life, Machine
 from pearl_executor.limits import Limits
 from pearl_executor.testing import FaultScript
 from pearl_executor.virtual_time import run_virtual
+from pearl_rl.control.transfers import TransferWatch
+from pearl_state.configuration import Configuration
+from pearl_state.roles import Mode
 
 TEXT = Path(__file__).with_name("BOUNDS.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("| `")]
@@ -91,3 +94,25 @@ def test_a_call_that_hangs_is_named_ends_within_its_bound_and_the_run_goes_on(me
     assert late[0].failed.startswith(f"{who}: {name} ")
     most = max(getattr(LIMITS, bound), LIMITS.load_s if name == "load_weights" else 0.0)
     assert late[0].duration_s <= most + LIMITS.cancel_s
+
+
+def test_hand_overs_that_keep_failing_end_in_colocation_and_the_run_goes_on() -> None:
+    """As in the table's last words; here a person wanted disaggregation."""
+    ops = (Op(0.5, "pin", ("1P1D",)), Op(0.0, "transfer_failures", (1000,)), Op(4000.0, "thaw"))
+    script = Script(seed=0, borrowing="off", gpus_per_worker=1, steps=4, staleness=1, max_restarts=1000, ops=ops)
+
+    async def main() -> tuple[Life, list[str]]:
+        life = Life(Machine(FaultScript(), Disk()), script)
+        told: list[str] = []
+        watch = TransferWatch(life.scheduler.post, told.append)
+        life.router._on_transfer = watch.ended
+        await life.run(deque(ops))
+        return life, told
+
+    life, told = run_virtual(main())
+    assert told == ["kv_transfer: 10 hand-overs failed in a row; going on colocated"]
+    assert life.machine.workers.transfer_failures > 900
+    assert life.scheduler.state.pinned == Configuration(colocated=1)
+    assert life.scheduler.state.table.configuration.mode is Mode.COLOCATION
+    assert life.pipeline.counts.used == script.steps * 4
+    assert life.pipeline.counts.lost == 0

@@ -274,7 +274,7 @@ class _Run:
             limits,
             on_fault=self._on_fault,
             on_stall=self._stalls.suspect,
-            on_transfer_failed=TransferWatch(self._post, self._observer.on_message).failed,
+            on_transfer=TransferWatch(self._post, self._observer.on_message).ended,
             lifecycle=trace,
         )
         gate, batching = TrainingGate(), parts.task_gate(settings, self._router, trace)

@@ -62,7 +62,7 @@ class Router:
 
     `on_fault(worker, cause)` is told of a serving worker that is lost or broke the weight-version contract,
     `on_stall(worker, cause, failures)` of one on which an attempt stood still, with its failures in a row, and
-    `on_transfer_failed` of each KV hand-over that failed.
+    `on_transfer(ok)` of each KV hand-over and whether it succeeded.
     `lifecycle` is told of the phases of each call.
     """
 
@@ -73,14 +73,14 @@ class Router:
         on_fault: Callable[[Worker, str], None] | None = None,
         lifecycle: LifecycleTrace | None = None,
         on_stall: Callable[[Worker, str, int], None] = lambda _worker, _cause, _failures: None,
-        on_transfer_failed: Callable[[], None] = lambda: None,
+        on_transfer: Callable[[bool], None] = lambda _ok: None,
     ) -> None:
         self._lifecycle = lifecycle
         self._port = generation
         self._limits = RouterLimits() if limits is None else limits
         self._on_fault = on_fault
         self._on_stall = on_stall
-        self._on_transfer_failed = on_transfer_failed
+        self._on_transfer = on_transfer
         self._serving = ServingSet(self._limits.serving)
         self._homes: dict[TrajectoryId, Home] = {}
         self._waiters: dict[asyncio.Future[None], None] = {}
@@ -295,7 +295,9 @@ class Router:
             if slot.failures:
                 slot.succeeded()
                 self._wake()
-        if attempt.route.prefill is None and result.spans and result.spans[-1].version > decode.version:
+        if attempt.route.prefill is not None:
+            self._on_transfer(True)
+        elif result.spans and result.spans[-1].version > decode.version:
             # It loaded newer weights than its row says yet; calls that need them may go there now.
             decode.renew(result.spans[-1].version)
             self._wake()
@@ -335,7 +337,7 @@ class Router:
                 statistics.stalled += 1
             elif isinstance(error, TransferError):
                 statistics.transfer_retries += 1
-                self._on_transfer_failed()
+                self._on_transfer(False)
             else:
                 statistics.failed_attempts += 1
             for slot in attempt.slots:
