@@ -11,7 +11,7 @@ from pearl_rl.observer import StepRecord
 from pearl_rl.presentation.decisions import decision_table
 from pearl_rl.presentation.live import LiveView, budget_words, worker_map
 from pearl_rl.presentation.plain import PlainView
-from pearl_rl.presentation.words import decision_line, reason_words, seconds, sparkline
+from pearl_rl.presentation.words import decision_line, gain_words, reason_words, seconds, sparkline
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Candidate, Constraint, Decision, MakespanTerms, Reason, SwitchKind
 from pearl_state.events import GpusOffered, GpusReclaimed, RolloutProgressed, WorkerFailed
@@ -245,3 +245,16 @@ def test_redrawing_is_throttled():
         now[0] = 1.0
         view.tick()
         assert len(console.file.getvalue()) > size
+
+
+@pytest.mark.parametrize(
+    ("gain_s", "taken", "words"),
+    [
+        (6.0, True, ", gains 6.0 s"),
+        (0.349, False, ", a switch would gain 349 ms"),
+        (0.0001, True, ""),
+        (-1.0, False, ""),
+    ],
+)
+def test_a_gain_is_told_as_had_or_as_missed_and_not_at_all_where_there_is_none(gain_s, taken, words):
+    assert gain_words(gain_s, taken=taken) == words

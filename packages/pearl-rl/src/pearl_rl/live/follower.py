@@ -10,7 +10,7 @@ from typing import Any
 
 from pearl_planner.gate import NOBODY_S
 from pearl_rl.control.control_server import read_control
-from pearl_rl.presentation.words import reason_words, seconds
+from pearl_rl.presentation.words import gain_words, reason_words, seconds
 from pearl_rl.report.run_record import check_run_folder, step_tokens
 from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
 from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY
@@ -231,7 +231,7 @@ def brief_decision(line: Mapping[str, Any]) -> dict[str, Any]:
         "reason": decision["reason"],
         "why": reason_words(Reason(decision["reason"])),
         "budget_workers": decision["budget_workers"],
-        "gain_s": decision["gain_s"],
+        "gain": gain_words(decision["gain_s"], taken=decision["previous"] != decision["selected"]),
         "gate": None if gate is None else {"open": bool(gate["open"]), **_gate_terms(gate)},
         "candidates": [
             {"configuration": c["configuration"], "makespan_s": c["makespan_s"], "violated": c["violated"]}

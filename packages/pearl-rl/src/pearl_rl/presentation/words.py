@@ -55,6 +55,11 @@ def decision_line(decision: Decision, trigger: str) -> str:
         f"stays {decision.selected}" if before == decision.selected else f"{before or 'nothing'} → {decision.selected}"
     )
     line = f"{trigger}: {change} for {decision.budget_workers} workers, {seconds(decision.predicted_s)} a batch"
-    if decision.gain_s > 0:
-        line += f", gains {seconds(decision.gain_s)}"
+    line += gain_words(decision.gain_s, taken=before != decision.selected)
     return f"{line} ({reason_words(decision.reason)})"
+
+
+def gain_words(gain_s: float, *, taken: bool) -> str:
+    """What a switch gains a batch, or would, as the end of a sentence; empty for nothing."""
+    text = seconds(gain_s)
+    return "" if text == "0 s" else f", {'gains' if taken else 'a switch would gain'} {text}"

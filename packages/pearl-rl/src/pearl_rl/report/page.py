@@ -7,7 +7,7 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from pearl_rl.presentation.words import reason_words, seconds
+from pearl_rl.presentation.words import gain_words, reason_words, seconds
 from pearl_rl.report.charts import CHARTS, Chart, staleness_histogram
 from pearl_rl.report.diagnosis import diagnose, reward_ends
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens
@@ -238,7 +238,7 @@ def _decision(line: Mapping[str, Any]) -> str:
     switch = before is not None and before != after
     change = f"{before or 'nothing'} → {after}" if before != after else f"stays {after}"
     reason = reason_words(Reason(decision["reason"]))
-    gain = f", gains {seconds(decision['gain_s'])}" if decision["gain_s"] > 0 else ""
+    gain = gain_words(decision["gain_s"], taken=switch)
     return (
         f'<details class="decision" data-kind="{"switch" if switch else "stay"}"><summary>'
         f'<span class="when">{seconds(line["now_s"])}</span><b>{escape(change)}</b>'

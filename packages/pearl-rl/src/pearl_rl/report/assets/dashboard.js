@@ -188,7 +188,7 @@
         : item.previous === item.selected ? `stays ${item.selected}` : `${item.previous ?? "nothing"} → ${item.selected}`;
       const why = item.gate
         ? (item.gate.benefit_s === null ? "no dedicated worker serves yet" : `benefit ${item.gate.benefit_s.toFixed(2)} s, cost ${item.gate.toggle_s.toFixed(2)} s`)
-        : `${item.why}${item.gain_s > 0 ? `, gains ${duration(item.gain_s)}` : ""} · ${item.trigger}, ${item.budget_workers} workers`;
+        : `${item.why}${item.gain} · ${item.trigger}, ${item.budget_workers} workers`;
       const body = make("tbody", {}, ...item.candidates.map((c) => make("tr", c.configuration === item.selected ? { class: "chosen" } : {},
         make("td", {}, c.configuration), make("td", {}, duration(c.makespan_s)), make("td", {}, c.violated.map((v) => v.replaceAll("_", " ")).join(", ")))));
       const made = make("details", { class: "decision", "data-number": item.number, "data-kind": changed ? "switch" : "stay" },
