@@ -402,7 +402,7 @@ def test_a_rank_that_does_not_answer_ends_the_call_at_its_deadline(loop, trainer
     loop.run(stuck.start())
     pids = stuck.pids
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(TrainerError, match=r"update: no answer to 'update' within 0.5 s \(rank 0, 1 of 2\)"):
+    with pytest.raises(TrainerLostError, match=r"update: no answer to 'update' within 0.5 s \(rank 0, 1 of 2\)"):
         loop.run(stuck.update(batch(1)))
     assert not any(_lives(pid) for pid in pids)
 

@@ -270,7 +270,7 @@ def pipeline_settings(settings: Settings) -> PipelineSettings:
         wall_limit_s=settings.run.wall_limit_s,
         batch_s=settings.limits.rollout.batch_s,
         grant_s=settings.limits.training.grant_s,
-        update_s=settings.limits.training.update_s,
+        update_s=_longest_update_s(settings),
         max_refills_per_group=settings.rollout.max_refills,
     )
 
@@ -335,6 +335,12 @@ def readiness(
         post=post,
         evaluates=lambda version: evaluations is not None and evaluations.due(version),
     )
+
+
+def _longest_update_s(settings: Settings) -> float:
+    """An update and the publication of its weights, with every restart of lost ranks on the way, seconds."""
+    bounds, restarts = settings.limits.training, settings.cluster.max_restarts
+    return (restarts + 1) * 2 * bounds.update_s + restarts * (bounds.start_s + bounds.checkpoint_s)
 
 
 def trainer_options(settings: Settings) -> TrainerOptions:

@@ -82,8 +82,8 @@ class RankGroup:
     async def call_each(self, op: str, messages: Sequence[Message], timeout_s: float) -> list[Frame]:
         """Call every rank with its own message. On any failure, cancellation included, all ranks are ended.
 
-        Raises `TrainerLostError` naming a rank that died, `TrainerError` naming one that failed or did not answer
-        within `timeout_s`, or where another call is running (which then goes on).
+        Raises `TrainerLostError` naming a rank that died or did not answer within `timeout_s`, `TrainerError` naming
+        one that failed, or where another call is running (which then goes on).
         """
         if self._lost is not None:
             raise TrainerLostError(f"{op}: the trainer is not running: {self._lost}")
@@ -144,7 +144,7 @@ class RankGroup:
                 return TrainerError(f"{op}: rank {rank} of {self.ranks}: {error.kind}: {error}")
         # One stuck rank keeps the others in their collective: all that are silent are named.
         silent = ", ".join(str(rank) for rank, error in enumerate(errors) if error is not None)
-        return TrainerError(f"{op}: {next(filter(None, errors), 'no answer')} (rank {silent} of {self.ranks})")
+        return TrainerLostError(f"{op}: {next(filter(None, errors), 'no answer')} (rank {silent} of {self.ranks})")
 
 
 def _error(call: "asyncio.Future[Frame]") -> BaseException | None:
