@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from listeners import beyond_loopback, listeners
 from pearl_rl.cli.replay import calibrated
 from pearl_rl.live.follower import Follower
 from pearl_rl.report.page import run_page, tiles
 from pearl_rl.report.run_record import read_run
 from pearl_rl.report.timeline import timeline
 from pearl_rl.run_folder import read_decisions, read_lines
+from pearl_telemetry.metrics import METRICS, SPANS, all_metrics, all_spans
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
@@ -56,7 +58,7 @@ def alive(marker):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job") / "run"
-    return folder, run(folder, 8, **{"train.checkpoint_every_steps": 4})
+    return folder, run(folder, 8, **{"train.checkpoint_every_steps": 4, "telemetry.jsonl": "true"})
 
 
 def test_nothing_is_lost_or_stale_while_gpus_come_and_go(finished) -> None:
@@ -96,6 +98,24 @@ def test_people_see_the_run_as_it_was(finished) -> None:
     assert (follower.view()["state"], follower.view()["completed"]) == ("ended", 8)
 
 
+def test_what_workers_did_is_part_of_the_traces_of_the_run(finished) -> None:
+    folder, summary = finished
+    spans = list(read_lines(folder / "spans.jsonl"))
+    by_id = {span["span"]: span for span in spans}
+    elsewhere = {SPANS.environment_request.name, SPANS.planner_request.name, SPANS.transfer.name}
+    assert {span.name for span in all_spans()} - elsewhere <= {span["name"] for span in spans}
+    trained = {span["trace"] for span in spans if span["name"] == SPANS.trajectory.name}
+    assert len(trained) == summary["trajectories"]
+    served = [span for span in spans if span["name"] == SPANS.worker_request.name and span["trace"] in trained]
+    assert {by_id[span["parent"]]["name"] for span in served} == {SPANS.turn.name}
+    # A worker that is killed takes the spans of its last second along.
+    turns = {span["span"] for span in spans if span["name"] == SPANS.turn.name}
+    assert len(turns - {span["parent"] for span in served}) < 0.2 * len(turns)
+    points = {point["name"] for point in read_lines(folder / "points.jsonl")}
+    failures = {METRICS.worker_failures.name, METRICS.preparations_failed.name}
+    assert {metric.name for metric in all_metrics()} - failures <= points
+
+
 def test_the_run_plays_again_in_the_simulator(finished) -> None:
     folder, _ = finished
     _, result = calibrated(folder)
@@ -133,6 +153,9 @@ def test_an_interrupted_run_stops_in_order_and_leaves_no_process(tmp_path) -> No
         assert process.poll() is None
         process.stdout.readable()
         time.sleep(0.5)  # noqa: TID251 - another process is waited for
+    # Training ranks listen for each other, and the walk sees them.
+    assert listeners(process.pid)
+    assert not beyond_loopback(process.pid)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 5

@@ -2,15 +2,18 @@
 
 import asyncio
 import os
+import re
 import secrets
 import shutil
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from servers import STAND_IN, TIMEOUTS, Servers
 from support import cpu_options
 
+from listeners import beyond_loopback, listeners
 from pearl_executor.engines.sglang.answers import Answer, AnswerError
 from pearl_executor.engines.sglang.launch import InterpreterLauncher, LaunchError
 from pearl_executor.engines.sglang.options import SglangTimeouts, WeightTransport
@@ -185,6 +188,26 @@ def test_an_interpreter_without_sglang_is_refused_in_one_line(interpreter, words
         asyncio.run(InterpreterLauncher(interpreter).check())
     assert "\n" not in str(caught.value)
     assert "uv pip install sglang==0.5.23" in str(caught.value)
+
+
+def test_the_admin_key_is_in_no_log_journal_command_line_or_environment_and_nothing_listens_beyond_loopback(
+    model, tmp_path
+):
+    key = re.compile(rb"(?<![0-9a-f])[0-9a-f]{48}(?![0-9a-f])")
+    assert key.search(secrets.token_hex(24).encode()), "what a run draws"
+    with world(model, tmp_path, Role.COLOCATED, Role.PREFILL) as (servers, rows):
+        for row in rows:
+            server = servers.runtime.server(row)
+            place = Path("/proc", str(server.process.pid))
+            for file in ("cmdline", "environ"):
+                assert not key.search((place / file).read_bytes())
+            # Who listens says so.
+            assert server.url in (tmp_path / "sglang.jsonl").read_text()
+            assert server.url.removeprefix("http://") in listeners(server.process.pid)
+        assert not beyond_loopback(os.getpid())
+    written = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(b"<redacted>" in file.read_bytes() for file in written)
+    assert not [file for file in written if key.search(file.read_bytes())]
 
 
 def test_the_servers_end_with_the_control_plane(model, tmp_path):

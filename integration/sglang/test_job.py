@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import secrets
 import subprocess
 import sys
 import time
@@ -16,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 STEPS = 6
 LIMIT_S = 900.0
+KEY = re.compile(rb"(?<![0-9a-f])[0-9a-f]{48}(?![0-9a-f])")
+"""What an admin key looks like; no digest is as long."""
 
 
 class Job:
@@ -148,9 +152,12 @@ def test_nothing_secret_is_in_the_run_folder_and_nobody_is_left(job):
     run, _ = job
     logs = list((run.folder / "workers").glob("w*.log"))
     assert logs
+    assert KEY.search(secrets.token_hex(24).encode()), "what a run draws"
     for log in logs:
         text = log.read_text(errors="replace")
         assert "admin_api_key': '<redacted>'" in text
+    keys = [file for file in run.folder.rglob("*") if file.is_file() and KEY.search(file.read_bytes())]
+    assert not keys
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             line = Path("/proc", pid, "cmdline").read_bytes()
