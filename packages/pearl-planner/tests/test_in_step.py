@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pearl_planner.allocate import target_configuration
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
-from pearl_planner.in_step import SETTLED, InStepPolicy, demand_of, pearl_prorsa, prorsa, usable_kv_bytes
+from pearl_planner.in_step import SETTLED, InStepPolicy, demand_of, pearl_prorsa, prorsa
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_planner.switching import SwitchCosts
@@ -40,15 +40,16 @@ def even(*, persistence_s: float = 30.0) -> InStepPolicy:
     return prorsa(persistence_s=persistence_s, first=Configuration(1, 1))
 
 
-def load(prefill: float, decode: float, now_s: float = 100.0) -> events.LoadForecast:
-    """Demands in instances (a and b of eq. 1)."""
+def load(prefill: float, decode: float, now_s: float = 100.0, live: int = 4) -> events.LoadForecast:
+    """Demands in instances (a and b of eq. 1); of few trajectories, with which no ratio is slow by itself."""
     return events.LoadForecast(
         now_s=now_s,
         horizon_s=10.0,
         prefill_tokens=prefill * 10.0 * 50_000.0,
         admitted_tokens=0.0,
-        decode_kv_bytes=decode * usable_kv_bytes(WORKLOAD, PLATFORM),
+        decode_kv_bytes=decode * PLATFORM.kv_capacity_bytes,
         prefill_tokens_per_s=50_000.0,
+        live=live,
     )
 
 
@@ -231,11 +232,31 @@ def test_what_is_wanted_for_long_is_expected_to_stay_wanted() -> None:
     assert settle(state, effects, 300.0)[0].table.configuration.decode > 4
 
 
-def test_usable_kv_is_that_of_an_efficient_batch_or_the_memory() -> None:
-    # n = 2 · 6.5 / 0.36 = 36.1 sequences.
-    workload = replace(WORKLOAD, context_tokens=10_000.0)
-    assert usable_kv_bytes(workload, PLATFORM) == pytest.approx(2 * 6.5 / 0.36 * 10_000 * 100_000)
-    assert usable_kv_bytes(replace(workload, context_tokens=1e6), PLATFORM) == PLATFORM.kv_capacity_bytes
+def test_decode_is_busy_by_the_rate_of_tokens_where_its_memory_is_nearly_empty() -> None:
+    # 40 requests of 10,000 tokens in 10 s, 200 tokens each at 0.36 ms: 0.288 s of every second.
+    workload = replace(WORKLOAD, context_tokens=10_000.0, response_tokens=200.0)
+    admits = replace(load(1.0, 0.1), admitted_tokens=400_000.0)
+    busy = demand_of([admits], 2, workload, PLATFORM)
+    full = demand_of([replace(admits, decode_kv_bytes=2.0 * PLATFORM.kv_capacity_bytes)], 2, workload, PLATFORM)
+    assert busy is not None
+    assert full is not None
+    assert busy.decode == pytest.approx(4 * 200 * 0.36e-3)
+    assert full.decode == pytest.approx(2.0)
+    assert demand_of([admits], 2, replace(workload, context_tokens=0.0), PLATFORM).decode == pytest.approx(0.1)  # type: ignore[union-attr]
+
+
+def test_what_the_makespan_model_expects_to_be_clearly_slower_is_not_done_whatever_its_margin() -> None:
+    policy, current = even(), Configuration(4, 4)
+
+    def chosen(live: int) -> Configuration:
+        windows = [load(6.0, 0.5, 100.0 + 10.0 * i, live) for i in range(SETTLED)]
+        decision = policy.answer(windows, current, WORKLOAD, PLATFORM)
+        assert decision is not None
+        return decision.selected
+
+    # 7P1D has the largest margin. Of 64 trajectories one decode worker makes a batch of a quarter more time.
+    assert chosen(4) == Configuration(7, 1)
+    assert chosen(64) in (Configuration(5, 3), Configuration(4, 4))
 
 
 def test_what_waits_for_a_full_decode_pool_is_work_for_decode() -> None:

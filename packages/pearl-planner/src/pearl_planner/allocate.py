@@ -2,10 +2,10 @@
 
     n_P = ⌈W^P (1 + δ) / (S θ^P)⌉      n_D = ⌈(K^D + K̂^D)(1 + δ) / C_KV⌉      m_P n_P + m_D n_D ≤ G
 
-With a = W^P / (S θ^P) and b = (K^D + K̂^D) / C_KV an allocation (n_P, n_D) bears exactly the margins up to
-min(n_P / a, n_D / b) - 1, so the largest common margin is the maximum of that over all allocations in the budget, and
-where it is negative the same maximum minimizes the larger demand-to-capacity ratio: the paper's fallback. One search
-serves both.
+With a = W^P / (S θ^P) and b = (K^D + K̂^D) / C_KV, or `Demand.decode_busy` where that is more, an allocation
+(n_P, n_D) bears exactly the margins up to min(n_P / a, n_D / b) - 1, so the largest common margin is the maximum of
+that over all allocations in the budget, and where it is negative the same maximum minimizes the larger
+demand-to-capacity ratio: the paper's fallback. One search serves both.
 """
 
 import math
@@ -35,10 +35,12 @@ class Demand:
     """θ^P of one instance."""
     kv_capacity_bytes: float
     """C_KV of one decode instance."""
+    decode_busy: float = 0.0
+    """Decode instances that the admitted requests keep busy at full batches, however little KV they have."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for numbers out of range."""
-        for name in ("prefill_tokens", "decode_kv_bytes"):
+        for name in ("prefill_tokens", "decode_kv_bytes", "decode_busy"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"demand: {name} = {value} must be a finite number of at least 0")
@@ -54,8 +56,8 @@ class Demand:
 
     @property
     def decode(self) -> float:
-        """b: decode instances without margin, not rounded."""
-        return _need(self.decode_kv_bytes / self.kv_capacity_bytes)
+        """b: decode instances without margin, not rounded: for KV, or for the rate of tokens if that asks for more."""
+        return _need(max(self.decode_kv_bytes / self.kv_capacity_bytes, self.decode_busy))
 
     def margin(self, prefill: int, decode: int) -> float:
         """The largest δ that (n_P, n_D) bears: min(n_P / a, n_D / b) - 1; infinite without demand."""

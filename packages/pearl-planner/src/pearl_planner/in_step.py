@@ -110,7 +110,8 @@ class InStepPolicy:
 
         What leaves the prefill pool takes the prefixes with it that it keeps for the live trajectories; what leaves
         the decode pool holds nothing that the prefill pool would have to compute. A demand that asked for the same
-        direction for t seconds is taken to last as long again, `persistence_s` at least.
+        direction for t seconds is taken to last as long again, `persistence_s` at least. What the makespan model
+        expects to be clearly slower for those that live is not considered, whatever its margin.
         """
         demand = demand_of(forecasts[-_AVERAGED:], current.decode, workload, platform)
         if demand is None:
@@ -130,10 +131,27 @@ class InStepPolicy:
             )
             for candidate in _on_the_way(current, target)
         ]
-        # As between steps: what is faster by less than the threshold is not told from noise.
-        least_s = self.between.settings.ratio_threshold * persistence_s
-        clear = [verdict for verdict in verdicts if verdict.gain_s > least_s]
+        # As between steps: what is faster, or slower, by less than the threshold is not told from noise.
+        threshold = self.between.settings.ratio_threshold
+        clear = [verdict for verdict in verdicts if verdict.gain_s > threshold * persistence_s]
+        if clear:
+            live = max(1, forecasts[-1].live)
+            most_s = (1.0 + threshold) * self._foreseen_s(current, live, workload, platform)
+            clear = [v for v in clear if self._foreseen_s(v.target, live, workload, platform) <= most_s]
         return max(clear or [replace(verdicts[0], switch=False)], key=lambda verdict: verdict.gain_s - verdict.cost_s)
+
+    def _foreseen_s(
+        self, configuration: Configuration, live: int, workload: WorkloadProfile, platform: PlatformProfile
+    ) -> float:
+        """What the makespan model expects of a configuration with `live` trajectories under way.
+
+        Margins speak of load. Where few trajectories are left nobody queues, and what counts is how long a turn takes.
+        """
+        turns = workload.mean_turns or workload.turns
+        load = replace(workload, batch=live, turns=turns, active_by_turn=())
+        return self.between.decide(
+            workload=load, platform=platform, budget_workers=configuration.workers, pinned=configuration
+        ).predicted_s
 
 
 def _on_the_way(current: Configuration, target: Configuration) -> list[Configuration]:
@@ -176,18 +194,17 @@ def _words(verdict: Verdict, current: Configuration) -> str:
     )
 
 
-def usable_kv_bytes(workload: WorkloadProfile, platform: PlatformProfile) -> float:
-    """C_KV: the KV that a decode worker can use, bytes; 0 where its memory is not known.
+def decode_busy(forecasts: Sequence[LoadForecast], workload: WorkloadProfile, platform: PlatformProfile) -> float:
+    """Decode workers that the requests which the forecasts admit would keep busy at full batches.
 
-    Not all of its memory: n sequences decode n / (A + b n) tokens a second, and from n = 2A/b on, where two thirds of
-    the most are reached, more of them add waiting rather than tokens (A, b of PEARL eq. 3).
+    A batch of n makes n tokens in A + b n seconds, at most 1/b a second (PEARL eq. 3). KV alone says nothing of that:
+    a pool whose memory is nearly empty may be as busy as it can be.
     """
-    room = platform.kv_capacity_bytes
-    if platform.decode_per_sequence_s <= 0:
-        return room
-    sequences = 2.0 * platform.decode_fixed_s / platform.decode_per_sequence_s
-    context = max(workload.context_tokens, workload.new_prompt_tokens)
-    return min(room, max(1.0, sequences) * context * platform.kv_bytes_per_token)
+    if not workload.context_tokens:
+        return 0.0
+    requests_per_s = fmean(forecast.admitted_tokens / forecast.horizon_s for forecast in forecasts)
+    requests_per_s /= workload.context_tokens
+    return requests_per_s * workload.response_tokens * platform.decode_per_sequence_s
 
 
 def _decode_kv_bytes(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> float:
@@ -208,7 +225,7 @@ def demand_of(
     """The mean demand that eq. (1) allocates for, with `decode` decode workers now; None where the platform's KV
     capacity is unknown.
     """
-    capacity = usable_kv_bytes(workload, platform)
+    capacity = platform.kv_capacity_bytes
     if capacity <= 0 or not forecasts:
         return None
     tokens = fmean(forecast.prefill_tokens for forecast in forecasts)
@@ -219,6 +236,7 @@ def demand_of(
         horizon_s=forecasts[-1].horizon_s,
         prefill_tokens_per_s=tokens / busy_s if busy_s > 0 else forecasts[-1].prefill_tokens_per_s,
         kv_capacity_bytes=capacity,
+        decode_busy=decode_busy(forecasts, workload, platform),
     )
 
 
