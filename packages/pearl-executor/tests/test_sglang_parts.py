@@ -39,6 +39,27 @@ def test_events_add_up_to_an_answer_with_exact_version_spans():
     assert answer.cached_tokens == 9
 
 
+def test_an_event_that_was_labelled_with_newer_weights_than_drew_it_is_corrected_by_the_last():
+    """The HTTP side names its newest version; a request that ended just before an update is handed on after it."""
+    answer = Answer()
+    versions = [
+        answer.add(event([5], 1, "1")).version,
+        answer.add(event([6], 2, "2")).version,
+        answer.add(
+            event(
+                [7], 3, "1", {"type": "length", "length": 3}, weight_versions=[{"version": "1", "start": 0, "end": 3}]
+            )
+        ).version,
+    ]
+    assert versions == sorted(versions)
+    assert answer.spans == [WeightSpan(1, 3)]
+    backwards = [{"version": "2", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 2}]
+    answer = Answer()
+    answer.add(event([5], 1, "1"))
+    with pytest.raises(AnswerError, match="goes back"):
+        answer.add(event([6], 2, "1", {"type": "length", "length": 2}, weight_versions=backwards))
+
+
 def test_an_abort_of_the_servers_own_doing_is_a_failure_and_a_plain_one_is_not():
     plain, failed = Answer(), Answer()
     plain.add(event([], 0, reason={"type": "abort", "message": "Aborted", "status_code": None}))

@@ -8,7 +8,7 @@ refused, and what would run in a thread runs in the loop, taking no virtual time
 import asyncio
 import selectors
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from contextvars import Context, copy_context
 from functools import partial
@@ -21,6 +21,7 @@ Ts = TypeVarTuple("Ts")
 LIVELOCK_ITERATIONS = 1_000_000
 """Loop iterations without progress of time after which the run counts as stuck."""
 _MANY_CANCELLED = 100
+_new_handle = object.__new__
 
 
 class SimulationDeadlockError(RuntimeError):
@@ -86,10 +87,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """See `asyncio`."""
-        handle = _Handle(callback, args, self, context)
+        """See `asyncio`. Made without a look at whether the loop debugs: where the handle was made is not kept."""
+        handle: Any = _new_handle(asyncio.Handle)
+        handle._callback, handle._args, handle._loop = callback, args, self
+        handle._context = copy_context() if context is None else context
+        handle._cancelled = False
+        handle._repr = handle._source_traceback = None
         self._ready.append(handle)  # type: ignore[attr-defined]
-        return handle
+        return handle  # type: ignore[no-any-return]
 
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -101,7 +106,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See `asyncio`."""
-        handle = _Timer(when, callback, args, self, context)
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle._scheduled = True  # type: ignore[attr-defined]
         self._order += 1
         heappush(self._timers, (when, self._order, handle))
         return handle
@@ -188,45 +194,6 @@ def run_virtual(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T
     """
     with asyncio.Runner(debug=debug, loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
-
-
-class _Handle(asyncio.Handle):
-    """A callback, without a look at whether the loop debugs: where it was made is not kept."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, callback: Callable[..., object], args: Sequence[Any], loop: VirtualTimeLoop, context: Context | None
-    ) -> None:
-        _fill(self, callback, args, loop, context)
-
-
-class _Timer(asyncio.TimerHandle):
-    """The same with a time."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: VirtualTimeLoop,
-        context: Context | None,
-    ) -> None:
-        _fill(self, callback, args, loop, context)
-        self._when = when
-        self._scheduled = True
-
-
-def _fill(
-    handle: Any, callback: Callable[..., object], args: Sequence[Any], loop: VirtualTimeLoop, context: Context | None
-) -> None:
-    """What `asyncio.Handle` keeps."""
-    handle._callback, handle._args, handle._loop = callback, args, loop
-    handle._context = copy_context() if context is None else context
-    handle._cancelled = False
-    handle._repr = handle._source_traceback = None
 
 
 def _fired(timer: asyncio.Handle | Callable[[], None]) -> asyncio.Handle | Callable[[], None]:

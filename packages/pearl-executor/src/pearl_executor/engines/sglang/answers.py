@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pearl_executor.ports import Finish, TokenChunk
+from pearl_state.errors import StateError
 from pearl_state.trajectory import WeightSpan, merge_spans
 
 
@@ -40,7 +41,7 @@ class Answer:
             return None
         try:
             return self._add(event["meta_info"], event.get("output_ids") or [])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, StateError) as error:
             raise AnswerError(f"an event cannot be understood ({error!r}): {str(event)[:200]}") from error
 
     def _add(self, meta: dict[str, Any], tokens: list[int]) -> TokenChunk | None:
@@ -74,6 +75,10 @@ class Answer:
         if [int(entry[1]) for entry in entries] != fresh:
             raise AnswerError("logprobs are of other tokens")
         version = int(meta["weight_version"])
+        if self.spans:
+            # An event names the version in force when it is handed on, so tokens drawn just before an update may come
+            # under the new one, and the last event under the old one again: it alone is exact, and corrects the others.
+            version = max(version, self.spans[-1].version)
         chunk = TokenChunk(tuple(fresh), tuple(float(entry[0]) for entry in entries), version, len(self.tokens))
         self.tokens += fresh
         self.logprobs += chunk.logprobs
