@@ -141,14 +141,22 @@ def close_sockets(pid: int) -> None:
     """Shut every connection of a process that lives on: what a broken network does."""
     handle = os.pidfd_open(pid)
     try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith("socket:"):
-                number = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, handle, int(entry.name), 0)
-                assert number >= 0, os.strerror(ctypes.get_errno())
-                with socket.socket(fileno=number) as copy, contextlib.suppress(OSError):
-                    copy.shutdown(socket.SHUT_RDWR)
+        for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+            # The first one that matters ends it.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if os.readlink(entry).startswith("socket:"):
+                    shut(handle, int(entry.name))
     finally:
         os.close(handle)
+
+
+def shut(handle: int, descriptor: int) -> None:
+    """Shut a socket of another process."""
+    number = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, handle, descriptor, 0)
+    if number < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    with socket.socket(fileno=number) as copy, contextlib.suppress(OSError):
+        copy.shutdown(socket.SHUT_RDWR)
 
 
 PIDFD_GETFD = 438

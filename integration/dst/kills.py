@@ -11,7 +11,6 @@ the journal must say that no trajectory was trained on twice and that no finishe
 import argparse
 import json
 import os
-import queue
 import random
 import shutil
 import signal
@@ -145,6 +144,18 @@ class Job:
     def events(self) -> list[str]:
         return [line["event"] for line in read_lines(self.folder / "events.jsonl")]
 
+    def owns(self, pid: int) -> bool:
+        """Whether a process writes to a log of this job."""
+        try:
+            return Path(os.readlink(f"/proc/{pid}/fd/1")).is_relative_to(self.folder)
+        except OSError:
+            return False
+
+    def seen(self) -> int:
+        """How many events there were."""
+        file = self.folder / "events.jsonl"
+        return file.read_bytes().count(b"\n") if file.is_file() else 0
+
     def step(self) -> int:
         return max((line["step"] for line in read_lines(self.folder / "metrics.jsonl")), default=0)
 
@@ -245,9 +256,9 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill(process: subprocess.Popen, incubator: Incubator) -> None:
+def kill(process: subprocess.Popen, job: Job, incubator: Incubator) -> None:
     """SIGKILL for the control plane. Raises `BrokenRunError` where something of it outlives it."""
-    children = descendants(process.pid) + descendants(incubator.pid)
+    children = descendants(process.pid) + [pid for pid in descendants(incubator.pid) if job.owns(pid)]
     process.send_signal(signal.SIGKILL)
     process.wait()
     ends_s = time.monotonic() + GONE_S
@@ -280,24 +291,21 @@ def uninterrupted(folder: Path, seed: int, incubator: Incubator) -> tuple[Final,
 
 def wait_for_the_moment(job: Job, process: subprocess.Popen, rng: random.Random, life_s: float) -> bool:
     """Return at a random moment of a life; False where it ended before."""
-    began_s, already = time.monotonic(), len(job.events())
+    began_s, already = time.monotonic(), job.seen()
     after_s = rng.uniform(0.0, life_s) if rng.random() < 0.5 else None
     events = rng.randint(1, MOST_EVENTS)
     while process.poll() is None:
         lived_s = time.monotonic() - began_s
         if lived_s > LIFE_S:
             raise BrokenRunError(f"hangs for {LIFE_S:g} s: {job.said()}")
-        if (lived_s >= after_s) if after_s is not None else (len(job.events()) - already >= events):
+        if (lived_s >= after_s) if after_s is not None else (job.seen() - already >= events):
             return True
         pause(0.02)
     return False
 
 
-def killed(
-    folder: Path, number: int, seed: int, life_s: float, wanted: Final, incubators: "queue.SimpleQueue[Incubator]"
-) -> Outcome:
+def killed(folder: Path, number: int, seed: int, life_s: float, wanted: Final, incubator: Incubator) -> Outcome:
     """Kill a run up to `MOST_KILLS` times and let it end. `broken` says what is not as it must be."""
-    incubator = incubators.get_nowait()
     job, rng = Job(folder, seed, incubator.executable), random.Random(f"{seed} {number}")
     outcome, began_s = Outcome(number, seed), time.monotonic()
     try:
@@ -307,7 +315,7 @@ def killed(
             if len(outcome.kills) >= MOST_KILLS or not wait_for_the_moment(job, process, rng, life_s):
                 break
             after_s = time.monotonic() - born_s
-            kill(process, incubator)
+            kill(process, job, incubator)
             events = job.events()
             outcome.kills.append(Kill(round(after_s, 2), len(events), job.step(), events[-1] if events else ""))
         job.finish(process)
@@ -316,8 +324,6 @@ def killed(
             raise BrokenRunError(f"{found}, must be {wanted}")
     except BrokenRunError as error:
         outcome.broken = str(error)
-    finally:
-        incubators.put(incubator)
     outcome.wall_s = round(time.monotonic() - began_s, 1)
     return outcome
 
@@ -326,14 +332,11 @@ def play(folder: Path, kills: int, first: int, jobs: int, out: Path | None) -> t
     """Kill at least so many times, over as many runs as that takes. Returns how often, and the runs."""
     outcomes: list[Outcome] = []
     number = count = 0
-    incubators: queue.SimpleQueue[Incubator] = queue.SimpleQueue()
     with ExitStack() as stack:
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pk")))
-        for at in range(jobs):
-            incubators.put(stack.enter_context(Incubator(short / str(at))))
-        one = incubators.get()
-        wholes = {seed: uninterrupted(folder / f"whole-{seed}", seed, one) for seed in range(first, first + SEEDS)}
-        incubators.put(one)
+        incubator = stack.enter_context(Incubator(short))
+        seeds = range(first, first + SEEDS)
+        wholes = {seed: uninterrupted(folder / f"whole-{seed}", seed, incubator) for seed in seeds}
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
         under_way: set[Future[Outcome]] = set()
         while under_way or count < kills:
@@ -341,7 +344,7 @@ def play(folder: Path, kills: int, first: int, jobs: int, out: Path | None) -> t
                 seed = first + number % SEEDS
                 final, life_s = wholes[seed]
                 run = folder / f"killed-{number}"
-                under_way.add(pool.submit(killed, run, number, seed, life_s, final, incubators))
+                under_way.add(pool.submit(killed, run, number, seed, life_s, final, incubator))
                 number += 1
             done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
             for outcome in (future.result() for future in done):
