@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pearl_planner.extended import ExtendedModel
 from pearl_planner.fit import FitSettings, StepMeasurement, fit_overhead, fit_platform, fit_workload
 from pearl_planner.makespan import PrintedModel
-from pearl_planner.robust import clipped_mean, robust_line, weighted_median
+from pearl_planner.robust import clipped_mean, quartiles, robust_line, weighted_median
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -311,6 +311,11 @@ def test_thousands_of_distinct_points_are_binned():
     intercept, slope, left = robust_line(x, y, weights)
     assert (intercept, slope) == pytest.approx((2.0, 0.01), rel=1e-3)
     assert left < 1e-6
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=40))
+def test_quartiles_are_those_of_numpy(sample):
+    assert quartiles(np.array(sample)) == tuple(np.quantile(sample, [0.25, 0.75]))
 
 
 def test_the_clipped_mean_is_the_mean_of_tame_values():

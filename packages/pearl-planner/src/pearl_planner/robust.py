@@ -98,9 +98,24 @@ def robust_plane(columns: Floats, y: Floats, weights: Floats) -> tuple[Floats, f
     return found / scale, weighted_median(np.abs(left), weights) / level if level else 0.0
 
 
+def quartiles(values: Floats) -> tuple[float, float]:
+    """The first and the third, as `np.quantile` gives them, which imports masked arrays at its first call."""
+    ordered = np.sort(values)
+    low, high = (_between(ordered, part * (len(ordered) - 1)) for part in (0.25, 0.75))
+    return low, high
+
+
+def _between(ordered: Floats, place: float) -> float:
+    """The value at a place between two of them, on a line from the nearer one."""
+    at = int(place)
+    left, right = float(ordered[at]), float(ordered[min(at + 1, len(ordered) - 1)])
+    part = place - at
+    return left + (right - left) * part if part < 0.5 else right - (right - left) * (1.0 - part)
+
+
 def clipped_mean(values: Floats) -> float:
     """Mean, with what lies beyond ten interquartile ranges of the middle half pulled back to there."""
-    low, high = np.quantile(values, [0.25, 0.75])
+    low, high = quartiles(values)
     margin = 10.0 * max(high - low, 1e-9 * max(1.0, abs(high)))
     if high == low:
         return float(values.mean())

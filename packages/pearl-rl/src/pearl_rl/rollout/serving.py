@@ -170,6 +170,8 @@ class ServingSet:
         self._borrowed = False
         self._members: frozenset[Slot] = frozenset()
         """Who is in one of the three lists."""
+        self._large = False
+        """Whether one of them is too long to compare all for each call."""
         self._next = 0
 
     # ---- following the table ----------------------------------------------------------------------------------------
@@ -193,6 +195,7 @@ class ServingSet:
         self.colocated = serving[Role.COLOCATED]
         self.prefill, self.decode = serving[Role.PREFILL], serving[Role.DECODE]
         self._members = frozenset((*self.colocated, *self.prefill, *self.decode))
+        self._large = max(len(self.colocated), len(self.prefill), len(self.decode)) > _MANY
         return closed
 
     def _follow(self, id_: WorkerId, row: Worker, closed: list[Slot]) -> Slot | None:
@@ -268,7 +271,7 @@ class ServingSet:
 
     def choose(self, home: Home, context_tokens: int, now_s: float, avoid: tuple[Slot, ...] = ()) -> Route | None:
         """The best worker or pair for a call with this home, None where nobody may serve it now."""
-        if max(len(self.colocated), len(self.prefill), len(self.decode)) > _MANY:
+        if self._large:
             some = [self._some(slots, home) for slots in (self.colocated, self.prefill, self.decode)]
             route = self._choose(some, home, context_tokens, now_s, avoid)
             if route is not None:

@@ -47,7 +47,7 @@ class _Prefill:
     ends_s: float
     mixed: bool
     """Whether the running sequences decode along."""
-    further_s: deque[float]
+    further_s: list[float]
     """Durations of the iterations after this one that the same prompt fills alone: whoever comes meanwhile waits."""
 
     @property
@@ -288,12 +288,12 @@ class Engine:
         for request, _ in parts:
             if math.isnan(request.prefill_s):
                 request.prefill_s = at_s
-        further_s: deque[float] = deque()
+        further_s: list[float] = []
         if not done and len(parts) == 1 and not self.limits.mixed:
             (request, tokens), past = parts[0], parts[0][0].computed
             # All of them but the last, which may leave room for others.
-            for more in range(past + tokens, request.context_tokens - tokens, tokens):
-                further_s.append(self._costs.prefill_s([(tokens, more)], 0))
+            later = range(past + tokens, request.context_tokens - tokens, tokens)
+            further_s = [self._costs.prefill_s([(tokens, computed)], 0) for computed in later]
         self._prefill = _Prefill(parts, at_s, at_s + seconds, decoding > 0, further_s)
 
     def _pass_chunk(self, prefill: _Prefill) -> None:
@@ -302,7 +302,7 @@ class Engine:
         self.meter.prefilled(tokens, prefill.ends_s - prefill.began_s, 1, 0)
         request.computed += tokens
         prefill.began_s = prefill.ends_s
-        prefill.ends_s += prefill.further_s.popleft()
+        prefill.ends_s += prefill.further_s.pop(0)
 
     def _admit(self) -> list[tuple[EngineRequest, int]]:
         """The chunks of the next iteration: first come, first served, as many as fit."""

@@ -172,7 +172,7 @@ class KvPool:
             tokens -= before - self.root_tokens
 
     def _make_room(self) -> None:
-        excess = self.used - self.capacity
+        excess = self.pinned + self.kept + self.root_tokens - self.capacity
         if excess > 0:
             self.evict(excess)
 

@@ -1,6 +1,7 @@
 """Follows the control plane of a simulation: timeline of configurations, decisions, counts, predicted step times."""
 
 from collections.abc import Callable
+from sys import intern
 
 from pearl_executor.calls import Action
 from pearl_planner.elastic import ElasticState
@@ -113,8 +114,9 @@ class Watch:
             DecisionRecord(
                 at_s=self._now_s(),
                 trigger=effect.trigger,
-                selected=str(decision.selected),
-                previous=None if decision.previous is None else str(decision.previous),
+                # One text for all decisions that say the same: a long run has very many.
+                selected=intern(str(decision.selected)),
+                previous=None if decision.previous is None else intern(str(decision.previous)),
                 reason=str(decision.reason),
                 predicted_s=decision.predicted_s,
                 borrowed=effect.borrowed,
