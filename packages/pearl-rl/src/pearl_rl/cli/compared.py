@@ -1,12 +1,18 @@
 """Simulations side by side: one row of figures each, as a table and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from pearl_rl.simulation.outcome import SimulationResult
+
+
+_BAR = "throughput"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,38 +75,68 @@ def row_of(name: str, group: "Sequence[SimulationResult]") -> Row:
     )
 
 
+_DROPPED_FIRST = (_BAR, "GPU-s", "training s", "step s", "expansions", "prediction off", "borrows")
+"""Columns that a narrow terminal does without; `--json` has all."""
+
+
 def print_rows(title: str, rows: Sequence[Row], base: Row, *, bars: bool = False) -> None:
-    """A table, each row's throughput beside that of `base`; `bars` draws it, too."""
-    from rich.box import SIMPLE_HEAD
+    """A table, each row's throughput beside that of `base`; `bars` draws it, too.
+
+    A terminal gets the columns that it has room for.
+    """
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
-    console.width = max(console.width, max(len(row.name) for row in rows) + (172 if bars else 144))
+    columns = _columns(rows, base, bars=bars)
+    table = _table(columns)
+    dispensable = [name for name in _DROPPED_FIRST if name in columns]
+    while console.is_terminal and dispensable and _width(console, table) > console.width:
+        del columns[dispensable.pop(0)]
+        table = _table(columns)
+    if not console.is_terminal:
+        console.width = max(console.width, _width(console, table))
     console.print(title)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    relative = "of first" if base is rows[0] else f"of {base.name}"
-    for name in ("tokens/s", relative, "step s", "rollout s", "training s", "prediction off", "GPU-s", "borrows"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("expansions", "switches"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if bars:
-        table.add_column("tokens/s", no_wrap=True)
-    most = max((row.throughput for row in rows), default=0.0)
-    for row in rows:
-        cells = [
-            row.name,
-            f"{row.throughput:,.0f}" + (f" ± {row.spread:,.0f}" if row.spread is not None else ""),
-            f"{row.throughput / base.throughput:.3f}" if base.throughput else "",
-            f"{row.step_s:.1f}",
-            f"{row.rollout_s:.1f}",
-            f"{row.training_s:.1f}",
-            "" if row.wape is None else f"{row.wape:.1%}",
-            *("" if value is None else f"{value:,.0f}" for value in (row.gpu_s, row.borrows)),
-            *("" if value is None else f"{value:g}" for value in (row.expansions, row.switches)),
-        ]
-        if bars:
-            cells.append("█" * round(24 * row.throughput / most) if most else "")
-        table.add_row(*cells)
     console.print(table)
+
+
+def _columns(rows: Sequence[Row], base: Row, *, bars: bool) -> dict[str, list[str]]:
+    """Title → cells."""
+    relative = "of first" if base is rows[0] else f"of {base.name}"
+    columns = {
+        "": [row.name for row in rows],
+        "tokens/s": [
+            f"{row.throughput:,.0f}" + ("" if row.spread is None else f" ± {row.spread:,.0f}") for row in rows
+        ],
+        relative: [f"{row.throughput / base.throughput:.3f}" if base.throughput else "" for row in rows],
+        "step s": [f"{row.step_s:.1f}" for row in rows],
+        "rollout s": [f"{row.rollout_s:.1f}" for row in rows],
+        "training s": [f"{row.training_s:.1f}" for row in rows],
+        "prediction off": ["" if row.wape is None else f"{row.wape:.1%}" for row in rows],
+        "GPU-s": ["" if row.gpu_s is None else f"{row.gpu_s:,.0f}" for row in rows],
+        "borrows": ["" if row.borrows is None else f"{row.borrows:,.0f}" for row in rows],
+        "expansions": ["" if row.expansions is None else f"{row.expansions:g}" for row in rows],
+        "switches": ["" if row.switches is None else f"{row.switches:g}" for row in rows],
+    }
+    most = max((row.throughput for row in rows), default=0.0)
+    if bars:
+        columns[_BAR] = ["█" * round(24 * row.throughput / most) if most else "" for row in rows]
+    return columns
+
+
+def _table(columns: Mapping[str, Sequence[str]]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in columns:
+        table.add_column(title, justify="left" if title in ("", _BAR) else "right", no_wrap=title != "")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _width(console: "Console", table: "Table") -> int:
+    """Characters that the table needs on a line."""
+    from rich.measure import Measurement
+
+    return Measurement.get(console, console.options.update(max_width=1_000), table).maximum
