@@ -21,7 +21,13 @@ from pearl_state.roles import Mode, Role
 from pearl_state.worker import GpuId, WorkerId
 
 WORKLOAD = WorkloadProfile(
-    batch=64, turns=16, new_prompt_tokens=1700, response_tokens=70, bubble_ratio=0.5, environment_s=60
+    context_tokens=1_000.0,
+    batch=64,
+    turns=16,
+    new_prompt_tokens=1700,
+    response_tokens=70,
+    bubble_ratio=0.5,
+    environment_s=60,
 )
 PLATFORM = PlatformProfile(
     decode_fixed_s=0.0065,
@@ -242,7 +248,11 @@ def test_decode_is_busy_by_the_rate_of_tokens_where_its_memory_is_nearly_empty()
     assert full is not None
     assert busy.decode == pytest.approx(4 * 200 * 0.36e-3)
     assert full.decode == pytest.approx(2.0)
-    assert demand_of([admits], 2, replace(workload, context_tokens=0.0), PLATFORM).decode == pytest.approx(0.1)  # type: ignore[union-attr]
+    # Before a context was measured: sequences of 1,000 tokens, of which 2 · 6.5 / 0.36 = 36.1 are an efficient batch.
+    unknown = replace(workload, context_tokens=0.0, new_prompt_tokens=1_000.0)
+    early = demand_of([replace(admits, decode_kv_bytes=72.2 * 1_000 * 100_000)], 2, unknown, PLATFORM)
+    assert early is not None
+    assert early.decode == pytest.approx(2.0, rel=1e-3)
 
 
 def test_what_the_makespan_model_expects_to_be_clearly_slower_is_not_done_whatever_its_margin() -> None:

@@ -111,7 +111,8 @@ class InStepPolicy:
         What leaves the prefill pool takes the prefixes with it that it keeps for the live trajectories; what leaves
         the decode pool holds nothing that the prefill pool would have to compute. A demand that asked for the same
         direction for t seconds is taken to last as long again, `persistence_s` at least. What the makespan model
-        expects to be clearly slower for those that live is not considered, whatever its margin.
+        expects to be clearly slower for those that live is not considered, whatever its margin; it expects nothing
+        before a step was measured.
         """
         demand = demand_of(forecasts[-_AVERAGED:], current.decode, workload, platform)
         if demand is None:
@@ -134,7 +135,7 @@ class InStepPolicy:
         # As between steps: what is faster, or slower, by less than the threshold is not told from noise.
         threshold = self.between.settings.ratio_threshold
         clear = [verdict for verdict in verdicts if verdict.gain_s > threshold * persistence_s]
-        if clear:
+        if clear and workload.context_tokens:
             live = max(1, forecasts[-1].live)
             most_s = (1.0 + threshold) * self._foreseen_s(current, live, workload, platform)
             clear = [v for v in clear if self._foreseen_s(v.target, live, workload, platform) <= most_s]
@@ -198,10 +199,14 @@ def decode_busy(forecasts: Sequence[LoadForecast], workload: WorkloadProfile, pl
     """Decode workers that the requests which the forecasts admit would keep busy at full batches.
 
     A batch of n makes n tokens in A + b n seconds, at most 1/b a second (PEARL eq. 3). KV alone says nothing of that:
-    a pool whose memory is nearly empty may be as busy as it can be.
+    a pool whose memory is nearly empty may be as busy as it can be. Before a context was measured, neither is the
+    cost of a sequence: then KV is counted in sequences, of which 2 A/b make two thirds of the most tokens.
     """
     if not workload.context_tokens:
-        return 0.0
+        kv_bytes = fmean(forecast.decode_kv_bytes for forecast in forecasts)
+        each_bytes = max(1.0, workload.new_prompt_tokens) * platform.kv_bytes_per_token
+        efficient = 2.0 * platform.decode_fixed_s / max(1e-12, platform.decode_per_sequence_s)
+        return kv_bytes / (each_bytes * max(1.0, efficient)) if each_bytes > 0 else 0.0
     requests_per_s = fmean(forecast.admitted_tokens / forecast.horizon_s for forecast in forecasts)
     requests_per_s /= workload.context_tokens
     return requests_per_s * workload.response_tokens * platform.decode_per_sequence_s
