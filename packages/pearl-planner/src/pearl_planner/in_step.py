@@ -111,8 +111,8 @@ class InStepPolicy:
         What leaves the prefill pool takes the prefixes with it that it keeps for the live trajectories; what leaves
         the decode pool holds nothing that the prefill pool would have to compute. A demand that asked for the same
         direction for t seconds is taken to last as long again, `persistence_s` at least. What the makespan model
-        expects to be clearly slower for those that live is not considered, whatever its margin; it expects nothing
-        before a step was measured.
+        does not expect to be clearly faster for those that live is not considered, whatever its margin; it expects
+        nothing before a step was measured.
         """
         demand = demand_of(forecasts[-_AVERAGED:], current.decode, workload, platform)
         if demand is None:
@@ -132,13 +132,13 @@ class InStepPolicy:
             )
             for candidate in _on_the_way(current, target)
         ]
-        # As between steps: what is faster, or slower, by less than the threshold is not told from noise.
+        # As between steps: what is faster by less than the threshold is not told from noise.
         threshold = self.between.settings.ratio_threshold
         clear = [verdict for verdict in verdicts if verdict.gain_s > threshold * persistence_s]
         if clear and workload.context_tokens:
             live = max(1, forecasts[-1].live)
-            most_s = (1.0 + threshold) * self._foreseen_s(current, live, workload, platform)
-            clear = [v for v in clear if self._foreseen_s(v.target, live, workload, platform) <= most_s]
+            below_s = (1.0 - threshold) * self._foreseen_s(current, live, workload, platform)
+            clear = [v for v in clear if self._foreseen_s(v.target, live, workload, platform) < below_s]
         return max(clear or [replace(verdicts[0], switch=False)], key=lambda verdict: verdict.gain_s - verdict.cost_s)
 
     def _foreseen_s(
