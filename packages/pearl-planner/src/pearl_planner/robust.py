@@ -1,5 +1,7 @@
 """Lines and averages that a few wild samples do not move."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +27,7 @@ def grouped_medians(x: Floats, y: Floats, weights: Floats) -> tuple[Floats, Floa
     """One point for each distinct x (or, of many, for each of about a hundred bins of them): x, median y, weight."""
     distinct, index = np.unique(x, return_inverse=True)
     if len(distinct) > _MOST_POINTS:
-        edges = np.quantile(x, np.linspace(0.0, 1.0, _MOST_POINTS + 1))
+        edges = quantiles(x, np.linspace(0.0, 1.0, _MOST_POINTS + 1).tolist())
         index = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, _MOST_POINTS - 1)
     order = np.argsort(index, kind="stable")
     bounds = np.flatnonzero(np.diff(index[order])) + 1
@@ -98,11 +100,10 @@ def robust_plane(columns: Floats, y: Floats, weights: Floats) -> tuple[Floats, f
     return found / scale, weighted_median(np.abs(left), weights) / level if level else 0.0
 
 
-def quartiles(values: Floats) -> tuple[float, float]:
-    """The first and the third, as `np.quantile` gives them, which imports masked arrays at its first call."""
+def quantiles(values: Floats, parts: Iterable[float]) -> list[float]:
+    """As `np.quantile` gives them, which imports masked arrays at its first call."""
     ordered = np.sort(values)
-    low, high = (_between(ordered, part * (len(ordered) - 1)) for part in (0.25, 0.75))
-    return low, high
+    return [_between(ordered, part * (len(ordered) - 1)) for part in parts]
 
 
 def _between(ordered: Floats, place: float) -> float:
@@ -115,7 +116,7 @@ def _between(ordered: Floats, place: float) -> float:
 
 def clipped_mean(values: Floats) -> float:
     """Mean, with what lies beyond ten interquartile ranges of the middle half pulled back to there."""
-    low, high = quartiles(values)
+    low, high = quantiles(values, (0.25, 0.75))
     margin = 10.0 * max(high - low, 1e-9 * max(1.0, abs(high)))
     if high == low:
         return float(values.mean())
