@@ -172,6 +172,18 @@ def test_children_die_with_the_fork_server_and_the_next_start_brings_a_new_one(t
     run(main())
 
 
+def test_starts_at_the_same_time_share_one_new_fork_server(tmp_path):
+    async def main():
+        async with fork_server(tmp_path) as forks:
+            child = await forks.spawn("before", "child_targets:echo", {})
+            os.kill(parent_of(child.pid), signal.SIGKILL)
+            await asyncio.wait_for(child.exited, 5)
+            children = await asyncio.gather(*(forks.spawn(f"c{i}", "child_targets:echo", {}) for i in range(3)))
+            assert len({parent_of(child.pid) for child in children}) == 1
+
+    run(main())
+
+
 def test_a_cancelled_start_leaves_no_process(tmp_path):
     async def main():
         async with fork_server(tmp_path) as forks:
