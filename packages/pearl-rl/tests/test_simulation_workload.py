@@ -18,6 +18,7 @@ from pearl_rl.simulation.sources import run_scripts, session_scripts
 from pearl_rl.simulation.turn_model import (
     BUNDLED,
     Marginal,
+    _normals,
     bundled_turn_model,
     fit_turn_model,
     turn_model_from_json,
@@ -83,6 +84,11 @@ def test_long_trajectories_have_shorter_turns_and_a_task_is_shared() -> None:
     model = bundled_turn_model("swe")
     firsts = {model.trajectory(random.Random("same"), random.Random(i))[0] for i in range(8)}
     assert len(firsts) == 1
+
+
+def test_normals_are_those_of_the_standard_library() -> None:
+    ours, theirs = _normals(random.Random(7)), random.Random(7)
+    assert [next(ours) for _ in range(101)] == [theirs.gauss(0.0, 1.0) for _ in range(101)]
 
 
 @pytest.mark.parametrize("most", [1, 3, 1000])

@@ -113,10 +113,9 @@ class SimulatedCluster:
             check_tensor_parallel(self.model, scenario.tp)
         except CatalogError as error:
             raise SettingsError(str(error)) from None
-        self.costs: IterationCosts = DataParallelCosts(
-            WorkerCosts(self.model, self.gpu, scenario.tp, self.parameters.overheads),
-            self.parameters.engine.attention_ranks,
-        )
+        self.costs: IterationCosts = WorkerCosts(self.model, self.gpu, scenario.tp, self.parameters.overheads)
+        if self.parameters.engine.attention_ranks > 1:
+            self.costs = DataParallelCosts(self.costs, self.parameters.engine.attention_ranks)
         self.kv_bytes = kv_bytes_per_token(self.model, scenario.tp)
         self.limits = engine_limits(scenario, self.parameters, self.model, self.gpu)
         self.workload: Workload = make_workload(scenario, self.parameters)
