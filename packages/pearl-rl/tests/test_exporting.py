@@ -74,7 +74,7 @@ def value_of(resolved: Any, key: str) -> object:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(overrides=jobs())
 def test_import_reads_back_what_export_wrote(framework: str, overrides: list[str]) -> None:
     resolved = load_settings(None, overrides)

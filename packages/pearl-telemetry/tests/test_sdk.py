@@ -232,6 +232,15 @@ def test_a_trajectory_is_one_trace_whose_spans_add_up(collector: Collector) -> N
         assert lasted_ns == pytest.approx(turn["end_ns"] - turn["start_ns"], abs=2e3)
 
 
+def test_no_span_of_a_large_batch_is_dropped(collector: Collector) -> None:
+    telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint))
+    traces = RunTraces(epoch_s=EPOCH_S, tracer_provider=telemetry.tracer_provider)
+    for _ in range(1_000):
+        traces.on_trajectory(trajectory(1), 1)
+    telemetry.close()
+    assert len(collector.received()["spans"]) == 6_000
+
+
 def test_a_turn_without_a_hand_over_has_none(collector: Collector) -> None:
     telemetry = open_telemetry(TelemetryOptions(otlp_endpoint=collector.endpoint))
     traces = RunTraces(epoch_s=EPOCH_S, tracer_provider=telemetry.tracer_provider)

@@ -21,6 +21,9 @@ from pearl_telemetry.instruments import SCOPE
 _FLUSH_S: Final = 5.0
 _EXPORT_S: Final = 5.0
 _SPANS_S: Final = 1.0
+_MOST_SPANS: Final = 65_536
+"""Spans that wait to be sent; more are dropped."""
+_MOST_SENT: Final = 2_048
 
 
 class TelemetryError(Exception):
@@ -127,8 +130,10 @@ def _periodic(exporter: Any, options: TelemetryOptions) -> Any:
 
 
 def _batches(export: Any, exporter: Any) -> Any:
-    # A process that is killed takes along what it has not sent.
-    return export.BatchSpanProcessor(exporter, schedule_delay_millis=_SPANS_S * 1000)
+    # A process that is killed takes along what it has not sent. A step's trajectories come all at once.
+    return export.BatchSpanProcessor(
+        exporter, schedule_delay_millis=_SPANS_S * 1000, max_queue_size=_MOST_SPANS, max_export_batch_size=_MOST_SENT
+    )
 
 
 def _add_otlp(options: TelemetryOptions, tracer_provider: Any, readers: list[Any]) -> None:
