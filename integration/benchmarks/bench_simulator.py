@@ -4,7 +4,7 @@
 - `pairs`: agentic turns per second under disaggregation, with a small KV budget (eviction), transfers and tool pauses.
 - `hyperscale`: one step on 10,000 GPUs with 100,000 live trajectories.
 - `flat`: cost per turn of that cluster at one, two and four tenths of its size.
-- `week`: memory after a simulated day and after a simulated week.
+- `week`: memory after a simulated day and after a simulated week; only the records of the result may grow.
 
 Prints processor time, since other work on the machine only ever adds waiting. All but the first two take minutes.
 """
