@@ -221,6 +221,14 @@ def test_parameters_say_where_they_come_from() -> None:
         load_parameters("paper", "qwen3-8b", {"times.nothing": 1.0})
 
 
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_a_parameter_set_takes_from_its_base_what_it_does_not_set(model) -> None:
+    base, edited = load_parameters("paper", model), load_parameters("history-edited", model)
+    assert edited.times == base.times
+    assert edited.workload["stable_fraction"] > base.workload["stable_fraction"] == 0.0
+    assert set(edited.workload) == set(base.workload)
+
+
 def test_the_command_compares_policies_and_prints_json(capsys) -> None:
     arguments = ["simulate", "paper-fixed", "--policy", "roll,pearl", "--set", "run.steps=1"]
     with pytest.raises(SystemExit) as ended:

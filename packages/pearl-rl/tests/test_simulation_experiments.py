@@ -153,3 +153,15 @@ def test_the_command_prints_rows_and_refuses_unknown_targets(capsys) -> None:
         app(["reproduce", "F99"])
     assert ended.value.code == 2
     assert "no target 'F99'" in capsys.readouterr().err
+
+
+def test_another_parameter_set_calibrated_on_the_same_rows_meets_them(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(["reproduce", "F2b", "--quick", "--parameters", "history-edited", "--json"])
+    assert ended.value.code == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["ok"] for row in rows] == [True] * 3
+    with pytest.raises(SystemExit) as ended:
+        app(["reproduce", "F2b", "--parameters", "papr"])
+    assert ended.value.code == 2
+    assert "parameters = papr: no such parameter set; known are paper, history-edited" in capsys.readouterr().err

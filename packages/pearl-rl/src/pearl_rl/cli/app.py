@@ -175,6 +175,9 @@ def reproduce(
     targets: Annotated[list[str] | None, typer.Argument(help="Targets like F5 or T2; default: all.")] = None,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
     seeds: Annotated[int, typer.Option(help="Seeds of the whole simulations of F5, F7 and F8.")] = 1,
+    parameters: Annotated[
+        str, typer.Option(metavar="SET", help="Parameter set in place of the paper's: history-edited.")
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Short runs, only to see that everything works.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -184,7 +187,7 @@ def reproduce(
     """
     from pearl_rl.cli.reproduce import run_reproduction
 
-    code = run_reproduction(targets or [], jobs=jobs, seeds=seeds, quick=quick, as_json=as_json)
+    code = run_reproduction(targets or [], jobs=jobs, seeds=seeds, parameters=parameters, quick=quick, as_json=as_json)
     raise typer.Exit(int(code))
 
 

@@ -17,17 +17,26 @@ _BAR = 30
 
 
 def run_reproduction(
-    targets: Sequence[str], *, jobs: int = 1, seeds: int = 1, quick: bool = False, as_json: bool = False
+    targets: Sequence[str],
+    *,
+    jobs: int = 1,
+    seeds: int = 1,
+    parameters: str = "",
+    quick: bool = False,
+    as_json: bool = False,
 ) -> ExitCode:
-    """Print every row of the targets. Raises `CommandError` for an unknown target."""
+    """Print every row of the targets. Raises `CommandError` for an unknown target or parameter set."""
     from pearl_rl.simulation.experiments.bench import Bench
     from pearl_rl.simulation.experiments.effort import FULL, QUICK
     from pearl_rl.simulation.experiments.registry import reproduce
+    from pearl_rl.simulation.parameters import load_parameters
 
     if not 1 <= jobs <= _MOST_JOBS:
         raise CommandError(f"--jobs {jobs}: must be from 1 to {_MOST_JOBS}")
     if not 1 <= seeds <= _MOST_SEEDS:
         raise CommandError(f"--seeds {seeds}: must be from 1 to {_MOST_SEEDS}")
+    if parameters:
+        load_parameters(parameters, "qwen3-8b")
     shown = sys.stderr.isatty()
 
     def progress(done: int, of: int) -> None:
@@ -36,7 +45,8 @@ def run_reproduction(
             end = "" if done < of else "\r\033[K"
             print(f"\r{bar:░<{_BAR}} {done} of {of} simulations", end=end, file=sys.stderr, flush=True)
 
-    rows = reproduce(targets, Bench(jobs, progress), QUICK if quick else replace(FULL, seeds=seeds))
+    bench = Bench(jobs, progress, parameters=parameters)
+    rows = reproduce(targets, bench, QUICK if quick else replace(FULL, seeds=seeds))
     if as_json:
         print(json.dumps([row.to_json() for row in rows], allow_nan=False))
     else:

@@ -66,14 +66,18 @@ _GROUPS: Mapping[str, type[Any]] = {
 def load_parameters(name: str, model: str, changed: Mapping[str, float | bool] | None = None) -> Parameters:
     """The set `name` for `model`: its defaults, what is particular to the model, and `changed` (dotted names) on top.
 
+    A set may name another one as its `base`, whose values it takes where it has none of its own.
     Raises `SettingsError` for an unknown set or name.
     """
     sets = _document()
     if name not in sets or name == "about":
         known = ", ".join(key for key in sets if key != "about")
         raise SettingsError(f"parameters = {name}: no such parameter set; known are {known}")
-    chosen = sets[name]
-    entries = {**chosen["default"], **chosen.get(model.lower(), {})}
+    layers = [sets[name]]
+    while "base" in layers[0]:
+        layers.insert(0, sets[layers[0]["base"]])
+    parts = [layer.get(part, {}) for layer in layers for part in ("default", model.lower())]
+    entries = {key: entry for part in parts for key, entry in part.items()}
     values = {key: entry["value"] for key, entry in entries.items()}
     origin = {key: entry["origin"] for key, entry in entries.items()}
     for key, value in (changed or {}).items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from statistics import fmean
@@ -92,11 +92,21 @@ def run_job(job: AnyJob) -> object:
 
 
 class Bench:
-    """Results by job, each computed once. `prepare` runs many at once; `result` runs what is missing."""
+    """Results by job, each computed once. `prepare` runs many at once; `result` runs what is missing.
 
-    def __init__(self, jobs: int = 1, on_done: Callable[[int, int], None] = lambda _done, _of: None) -> None:
+    `parameters` is the parameter set that scenarios take instead of their own; empty: their own.
+    """
+
+    def __init__(
+        self,
+        jobs: int = 1,
+        on_done: Callable[[int, int], None] = lambda _done, _of: None,
+        *,
+        parameters: str = "",
+    ) -> None:
         self._processes = jobs
         self._on_done = on_done
+        self._parameters = parameters
         self._results: dict[AnyJob, object] = {}
 
     def prepare(self, jobs: Sequence[AnyJob]) -> None:
@@ -104,19 +114,28 @@ class Bench:
         missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
         if self._processes > 1 and len(missing) > 1:
             with ProcessPoolExecutor(self._processes, mp_context=get_context("spawn")) as pool:
-                for number, (job, outcome) in enumerate(zip(missing, pool.map(run_job, missing), strict=True), 1):
+                outcomes = pool.map(run_job, map(self._changed, missing))
+                for number, (job, outcome) in enumerate(zip(missing, outcomes, strict=True), 1):
                     self._results[job] = outcome
                     self._on_done(number, len(missing))
             return
         for number, job in enumerate(missing, 1):
-            self._results[job] = run_job(job)
+            self._results[job] = run_job(self._changed(job))
             self._on_done(number, len(missing))
 
     def result(self, job: Job[_T]) -> _T:
         """The result of any job."""
         if job not in self._results:
-            self._results[job] = run_job(job)
+            self._results[job] = run_job(self._changed(job))
         return cast("_T", self._results[job])
+
+    def _changed(self, job: AnyJob) -> AnyJob:
+        """The job with the chosen parameter set."""
+        scenario = getattr(job, "scenario", None)
+        if not self._parameters or not isinstance(scenario, Scenario):
+            return job
+        changed = scenario.model_copy(update={"parameters": self._parameters})
+        return cast("AnyJob", replace(cast("Any", job), scenario=changed))
 
     def cluster(self, scenario: Scenario) -> SimulationResult:
         """The result of a whole simulation."""
