@@ -28,8 +28,10 @@ _WORKLOADS: Final[Mapping[str, Mapping[str, object]]] = {
     "coding agent": {"model": "swe"},
     "general agent": {"model": "weka", "max_context_tokens": 131_072, "max_turns": 60},
 }
-_BATCHES: Final = {"coding agent": 64, "general agent": 256}
-"""Trajectories of a step, in groups of 16."""
+_GROUP: Final = 32
+"""Section 5.1, for both agents."""
+_BATCHES: Final = {"coding agent": 4 * _GROUP, "general agent": 8 * _GROUP}
+"""Trajectories of a step; the paper does not say how many."""
 _MATH: Final[Mapping[str, object]] = {"model": "swe", "max_turns": 1, "response_scale": 60.0, "tool_scale": 0.0}
 """Single turns with long responses."""
 _STEPS: Final = {0: 3, 2: 4, 8: 5}
@@ -104,7 +106,7 @@ def agent_job(workload: str, staleness: int, policy: str) -> RanksJob:
         workload=_WORKLOADS[workload],
         rollout={
             "batch": _BATCHES[workload],
-            "group_size": 16,
+            "group_size": _GROUP,
             "max_staleness": staleness,
             "injection": "continuous" if staleness else "batch",
         },
