@@ -1,9 +1,24 @@
 """The control plane is killed at every write of its journal; each time the next one ends the run as if nothing was."""
 
+from pathlib import Path
+
 import pytest
 
+from dst.kills import audit
 from dst.script import Op, Script
 from dst.world import play
+from pearl_rl.journal.journal import Journal
+from pearl_rl.journal.storage import FolderStorage
+from pearl_rl.rollout.ledger import (
+    BatchTaken,
+    GroupOpened,
+    RolloutRecord,
+    RolloutResumed,
+    SampleCompleted,
+    StepTrained,
+    encode_record,
+)
+from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 
 def script(kill=None, **changes) -> Script:
@@ -52,3 +67,42 @@ def test_a_snapshot_at_every_other_record_gives_the_same_run() -> None:
     for write in range(0, 60, 7):
         report = play(script(kill=(write, True), snapshot_every=2))
         assert final(report)[:2] == (5, 20)
+
+
+def journalled(folder: Path, *records: RolloutRecord) -> Path:
+    """A run folder whose journal holds these; the rollout's own fold is not asked."""
+    storage = FolderStorage(folder / "journal")
+    journal = Journal(storage)
+    journal.snapshot({})
+    for record in records:
+        journal.append("rollout", encode_record(record))
+    journal.commit_now()
+    storage.close()
+    return folder
+
+
+def completed(name: str, group: str) -> SampleCompleted:
+    trajectory = Trajectory(
+        id=TrajectoryId(name),
+        group=GroupId(group),
+        task="t",
+        turns=(),
+        reward=0.0,
+        dispatch_version=0,
+        started_s=0.0,
+        finished_s=0.0,
+    )
+    return SampleCompleted(trajectory=trajectory, version=0)
+
+
+def test_the_audit_of_real_runs_counts_what_was_trained_from_the_records_alone(tmp_path) -> None:
+    begin = (GroupOpened(group=GroupId("g0"), step=1, number=0), completed("t0", "g0"), completed("t1", "g0"))
+    taken = BatchTaken(step=1, groups=(GroupId("g0"),))
+    # An update that published nothing is undone; one that did counts, whether or not the journal still heard of it.
+    undone = journalled(tmp_path / "a", *begin, taken, RolloutResumed(completed=0), taken, StepTrained(step=1))
+    assert audit(undone)[0] == {"t0": [1], "t1": [1]}
+    unheard = journalled(tmp_path / "b", *begin, taken, RolloutResumed(completed=1))
+    assert audit(unheard)[0] == {"t0": [1], "t1": [1]}
+    again = BatchTaken(step=2, groups=(GroupId("g0"),))
+    twice = journalled(tmp_path / "c", *begin, taken, StepTrained(step=1), again, StepTrained(step=2))
+    assert audit(twice)[0] == {"t0": [1, 2], "t1": [1, 2]}
