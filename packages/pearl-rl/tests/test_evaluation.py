@@ -62,6 +62,9 @@ def test_publication_waits_for_the_evaluation_and_workers_of_older_weights_do_no
         assert published[2][1] >= 40.0
         assert (results[0].version, results[0].rewards, results[0].failed) == (2, (0.0, 1.0, 3.0), 1)
         assert results[0].reward_mean == pytest.approx(4 / 3)
+        kept = results[0].event(50.0)
+        assert (kept.version, kept.episodes, kept.failed, kept.reward_mean) == (2, 3, 1, results[0].reward_mean)
+        assert (evaluation.due(2), evaluation.due(3)) == (True, False)
         await evaluation.aclose()
         await router.aclose()
 

@@ -6,12 +6,14 @@ import pytest
 
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.rollout.calls import GenerationFailedError, ModelCall
+from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.task_batcher import TaskBatchingSettings, TaskState
 from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits
 from pearl_rl.rollout.testing import FakeGeneration, serving_table, withdraw
+from pearl_state.phases import PhaseChange
 from pearl_state.roles import Role
-from pearl_state.trajectory import GroupId, TrajectoryId
+from pearl_state.trajectory import GroupId, TrajectoryId, TrajectoryPhase
 
 
 def gate(kv_tokens: int, wait_s: float = 100.0) -> tuple[TaskGate, Router]:
@@ -46,6 +48,28 @@ def test_tasks_take_turns_within_the_budget_and_all_end() -> None:
         await router.aclose()
 
     run_virtual(main())
+
+
+def test_a_turn_that_waits_for_room_is_in_the_ready_queue_for_whoever_forecasts() -> None:
+    async def main() -> list[tuple[TrajectoryPhase, float]]:
+        changes: list[PhaseChange] = []
+        trace = LifecycleTrace(changes.append)
+        router = Router(FakeGeneration(), lifecycle=trace)
+        limits = TaskGateLimits(kv_tokens=30, budget_fraction=1.0, growth_tokens=5)
+        gate_ = TaskGate(router, limits, TaskBatchingSettings(probe_tokens=20), lifecycle=trace)
+        gate_.apply(serving_table([Role.COLOCATED]))
+        for name in ("t0", "t1"):
+            trace.sampled(TrajectoryId(name), GroupId(name))
+        await asyncio.gather(*(play(gate_, router, f"t{n}", 1, 5.0) for n in range(2)))
+        await router.aclose()
+        return [(change.phase, change.at_s) for change in changes if change.trajectory == "t1"]
+
+    phases = run_virtual(main())
+    ready = next(at_s for phase, at_s in phases if phase is TrajectoryPhase.READY)
+    served = next(at_s for phase, at_s in phases if phase is TrajectoryPhase.PREFILL)
+    # Only one of them has room: the other one waits until it is over, and is ready for so long.
+    assert ready == 0.0
+    assert served > 5.0
 
 
 def test_a_task_moves_when_its_worker_leaves() -> None:
