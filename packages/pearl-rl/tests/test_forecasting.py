@@ -97,7 +97,14 @@ def small(policy: str, **sections: object) -> object:
 
 
 def test_a_simulated_run_switches_roles_inside_its_steps_and_loses_nothing() -> None:
-    result = small("prorsa")
+    # Long prompts that come together at first, then responses: what the profile chose is soon wrong.
+    result = small(
+        "prorsa",
+        workload={"model": "weka", "max_context_tokens": 131_072, "max_turns": 12},
+        rollout={"batch": 64, "group_size": 4, "max_staleness": 0},
+        cluster={"training_gpus": 4, "reserved_rollout_gpus": 16, "max_preemptible_gpus": 0},
+        run={"steps": 1},
+    )
     assert result.counts.lost_trajectories == 0
     assert result.counts.stale_served == 0
     assert result.counts.mode_switches == 0
