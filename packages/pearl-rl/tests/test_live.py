@@ -1,6 +1,7 @@
 """Following a run and operating it: what is shown is what its files say, and a command does what it says."""
 
 import asyncio
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from rich.console import Console
 
 from pearl_rl.cli.app import app
 from pearl_rl.errors import CommandError
@@ -16,7 +18,7 @@ from pearl_rl.live.follower import Follower, Tail, event_words
 from pearl_rl.live.server import Dashboard
 from pearl_rl.live.table_now import table_now
 from pearl_rl.live.testing import OperableJob
-from pearl_rl.live.top import under_way
+from pearl_rl.live.top import under_way, worker_table
 from pearl_rl.observer import StepRecord
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.settings import load_settings
@@ -417,3 +419,14 @@ def test_a_taken_port_is_one_line(operated, capsys):
     code, _, error = asyncio.run(main())
     assert code == 2
     assert "cannot listen there" in error
+
+
+def test_workers_fit_a_terminal_of_80_columns():
+    widest = {"id": 11, "role": "colocated", "lifecycle": "pending_weights", "cordoned": False, "reclaim_at_s": None,
+              "weight_version": 60, "place": "GPU 6-7", "group": "preemptible", "running": 12, "waiting": 3,
+              "failures": 2}  # fmt: skip
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(worker_table([widest]))
+    text = console.export_text()
+    assert "…" not in text
+    assert "12+3" in text

@@ -73,18 +73,17 @@ def _bar(done: int, steps: int) -> Text:
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """One line a worker."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    """One line a worker, which a terminal of 80 columns has room for. Load: requests that decode + that wait."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name, justify in (
         ("worker", "right"),
         ("role", "left"),
         ("state", "left"),
         ("on", "left"),
         ("zone", "left"),
-        ("decoding", "right"),
-        ("waiting", "right"),
+        ("load", "right"),
         ("weights", "right"),
-        ("failures", "right"),
+        ("fails", "right"),
     ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for worker in workers:
@@ -100,8 +99,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
             Text(state, style="bold red" if worker["lifecycle"] in ("failed", "retired") else ""),
             worker["place"],
             worker["group"],
-            "" if role == "training" else f"{worker['running']}",
-            "" if role == "training" else f"{worker['waiting']}",
+            "" if role == "training" else f"{worker['running']}+{worker['waiting']}",
             "" if version is None else f"v{version}",
             f"{worker['failures']}" if worker["failures"] else "",
         )
