@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -312,6 +312,7 @@ _VALUES = st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.lis
 @given(
     st.dictionaries(st.sampled_from(["rollout_batch_size", "pg_clip", "max_steps", "lr", "gconfig.n_samples"]), _VALUES)
 )
+@example({"rollout_batch_size": "\n"})
 def test_any_values_are_taken_or_named(values: dict[str, object]) -> None:
     for read in (roll.read, areal.read, slime.read, verl.read):
         found = read(dict(values), None)

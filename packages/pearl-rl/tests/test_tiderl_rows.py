@@ -25,6 +25,14 @@ def test_workloads_have_the_rounds_and_tokens_of_the_papers_table() -> None:
     assert max(len(script.turns) for script in OSWORLD.scripts(64, 8)) <= 50
 
 
+def test_goodput_is_asked_of_the_composed_policy_on_each_segment_and_bound() -> None:
+    jobs = [tiderl.segment_job("segment2", bound, policy, 600.0) for bound in (1, 4) for policy in ("pearl", "x:y")]
+    assert len(set(jobs)) == 4
+    assert {job.scenario.rollout.max_staleness for job in jobs} == {1, 4}
+    assert tiderl._goodput("segment2", 1, 1501.0, 1000.0).ok
+    assert not tiderl._goodput("segment2", 4, 2499.0, 1000.0).ok
+
+
 def test_streaming_with_offload_pays_a_swap_for_each_round_of_micro_batches() -> None:
     costs = TidePlatform.of(WEBSHOP.model).micro_batch(8192, offload=True)
     bare = TidePlatform.of(WEBSHOP.model).micro_batch(8192, offload=False)

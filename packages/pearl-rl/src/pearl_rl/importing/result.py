@@ -30,8 +30,8 @@ class Imported:
         self.origins[key] = origin
 
     def drop(self, theirs: str, why: str) -> None:
-        """Say why one of theirs is not taken over."""
-        self.unsupported.append(f"{theirs}: {why}")
+        """Say why one of theirs is not taken over, in one line whatever their values hold."""
+        self.unsupported.append(" ".join(f"{theirs}: {why}".split()))
 
 
 class Source:

@@ -23,7 +23,9 @@ PRELOAD: Final = ("pearl_rl.training.rank",)
 
 _KEPT_SNAPSHOTS: Final = 2
 _LOOK_S: Final = 0.02
-"""Pause between looks at whether a checkpoint is written."""
+"""Pause between looks at whether a checkpoint is written, or gone."""
+_DISCARDS: Final = 50
+"""How often a folder is removed into which a rank may still be writing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +214,7 @@ class LocalTrainer:
         except CheckpointError as error:
             raise TrainerError(f"the checkpoint {path.name} is not complete: {error}") from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            await _discard(partial)
 
     async def _settle_checkpoint(self) -> None:
         """Wait for the checkpoint under way, however it ends; whoever began it is told."""
@@ -303,6 +305,19 @@ def _fresh(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
+
+
+async def _discard(folder: Path) -> None:
+    """Remove a folder into which ranks may still be writing: again until it is gone, for a moment."""
+    for _ in range(_DISCARDS):
+        if await asyncio.to_thread(_removed, folder):
+            return
+        await asyncio.sleep(_LOOK_S)
+
+
+def _removed(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def _put_in_place(partial: Path, path: Path, state: TrainerState) -> None:

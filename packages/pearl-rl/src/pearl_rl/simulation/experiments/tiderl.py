@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pearl_planner.ref_actor import TrainerShape, colocated_pipeline_s, decoupled_pipeline_s
 from pearl_planner.task_batching import PriorityWeights
 from pearl_rl.rollout.task_batcher import TaskBatchingSettings
-from pearl_rl.simulation.experiments.bench import Bench
+from pearl_rl.simulation.experiments.bench import Bench, ClusterJob, variant
 from pearl_rl.simulation.experiments.targets import TargetRow, gain
 from pearl_rl.simulation.tiderl_platform import OSWORLD, WEBSHOP, TidePlatform, Workload
 from pearl_rl.simulation.tiderl_rollout import RequestBatching, RolloutSummary, TokenBatching, roll_out
@@ -18,6 +18,8 @@ _STEPS, _OSWORLD_STEPS = 40, 10
 _RATIOS: Mapping[str, int] = {"0.125": 1, "0.25": 2, "0.5": 4}
 """Part of eight GPUs that rolls out → GPUs."""
 _PARTS = ("streaming", "+RA2P", "+ERS", "+CTB")
+_GOODPUT: Mapping[int, float] = {1: 1.5, 4: 2.5}
+"""Staleness bound → training goodput wanted over PEARL's. Not of the paper."""
 _MICRO_BATCHES, _MICRO_TOKENS, _RANKS = 8, 8192, 4
 
 
@@ -59,11 +61,52 @@ def rows(bench: Bench, *, quick: bool) -> Iterable[TargetRow]:
     batches = [TaskBatchingJob(tasks, concurrency) for concurrency in (0, 512, 1024)]
     scaling = {name: scaling_job(name, steps) for name in (*_RATIOS, "ERS")}
     parts = {name: part_job(name, osworld_steps) for name in _PARTS}
-    bench.prepare([*batches, *scaling.values(), *parts.values()])
+    segments, bounds = (("segment1",), (1,)) if quick else (("segment1", "segment2", "segment3"), tuple(_GOODPUT))
+    duration_s = 1800.0 if quick else 7200.0
+    composed = {
+        (segment, bound, policy): segment_job(segment, bound, policy, duration_s)
+        for bound in bounds
+        for segment in segments
+        for policy in ("pearl", _COMPOSED)
+    }
+    bench.prepare([*batches, *scaling.values(), *parts.values(), *composed.values()])
     yield from _task_batching(bench, tasks)
     yield from _ref_actor()
     yield from _scaling(bench, scaling)
     yield from _parts(bench, parts)
+    for segment, bound, policy in composed:
+        if policy == _COMPOSED:
+            pair = (bench.result(composed[segment, bound, p]).training_goodput for p in (_COMPOSED, "pearl"))
+            yield _goodput(segment, bound, *pair)
+
+
+_COMPOSED = "pearl+prorsa+tiderl"
+
+
+def segment_job(segment: str, bound: int, policy: str, duration_s: float) -> ClusterJob:
+    """A window of PEARL's availability trace under a staleness bound."""
+    return ClusterJob(
+        variant(
+            {},
+            name=segment,
+            availability={"segment": segment},
+            rollout={"max_staleness": bound},
+            policy={"name": policy},
+            run={"duration_s": duration_s},
+        )
+    )
+
+
+def _goodput(segment: str, bound: int, ours: float, base: float) -> TargetRow:
+    return TargetRow(
+        id="tiderl",
+        name=f"{segment}, staleness {bound}: {_COMPOSED} over pearl, tokens trained a second",
+        use="predict",
+        paper=_GOODPUT[bound],
+        ours=ours / base,
+        unit="ratio",
+        at_least=True,
+    )
 
 
 def _task_batching(bench: Bench, tasks: int) -> Iterable[TargetRow]:
