@@ -33,6 +33,9 @@ _AVERAGED: Final = 3
 _FULL: Final = 0.8
 """Part of the decode pool's KV from which on it is taken to be full: the rest is too small for most contexts."""
 
+_TRIED: Final = 8
+"""Ratios of the best accounts that the makespan model is asked about: each question costs a tenth of a millisecond."""
+
 SETTLED: Final = 6
 """Forecasts under one configuration before it may change again: what a switch moved must come to rest first."""
 
@@ -135,11 +138,13 @@ class InStepPolicy:
         # As between steps: what is faster by less than the threshold is not told from noise.
         threshold = self.between.settings.ratio_threshold
         clear = [verdict for verdict in verdicts if verdict.gain_s > threshold * persistence_s]
+        clear.sort(key=lambda verdict: verdict.cost_s - verdict.gain_s)
         if clear and workload.context_tokens:
             live = max(1, forecasts[-1].live)
             below_s = (1.0 - threshold) * self._foreseen_s(current, live, workload, platform)
-            clear = [v for v in clear if self._foreseen_s(v.target, live, workload, platform) < below_s]
-        return max(clear or [replace(verdicts[0], switch=False)], key=lambda verdict: verdict.gain_s - verdict.cost_s)
+            tried = clear[:_TRIED]
+            clear = [v for v in tried if self._foreseen_s(v.target, live, workload, platform) < below_s]
+        return clear[0] if clear else replace(verdicts[0], switch=False)
 
     def _foreseen_s(
         self, configuration: Configuration, live: int, workload: WorkloadProfile, platform: PlatformProfile
