@@ -258,7 +258,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_once_there_is_room_it_goes_on(
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
-        assert process.wait(120.0) == 4
+        assert process.wait(120.0) == 5
         (line,) = [line for line in log.read_text().splitlines() if line.startswith("pearl-rl: ")]
         assert re.search(r"the run ended early: .*(No space left on device|cannot be written)", line), line
         assert "Traceback" not in log.read_text()
