@@ -10,12 +10,11 @@ import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pearl_rl.errors import CommandError
 from pearl_rl.rollout.ledger import Position
-from pearl_rl.training.process import LocalTrainer
-from pearl_rl.training.rank_group import TrainerError
+from pearl_rl.training.rank_group import TrainerError, TrainerLostError
 
 _log = logging.getLogger(__name__)
 _RUN: Final = "run.json"
@@ -71,16 +70,30 @@ def _read(folder: Path) -> Checkpoint:
         raise CommandError(f"{folder / _RUN}: is no checkpoint's record ({error})") from None
 
 
+class Saving(Protocol):
+    """What a checkpoint needs of the trainer."""
+
+    @property
+    def version(self) -> int:
+        """Weight version of what the ranks hold."""
+        ...
+
+    async def begin_checkpoint(self, path: Path) -> "asyncio.Task[None]":
+        """See `LocalTrainer.begin_checkpoint`."""
+        ...
+
+
 class CheckpointWriter:
     """Writes a checkpoint every `every` steps (0: none before the last) and keeps the newest `keep`.
 
     Only the copy of the state holds training up; the files are written while it goes on, one checkpoint at a time.
+    One that a lost rank cut short is missing, and a word in the log; the run goes on, and its ranks begin anew.
     """
 
     def __init__(
         self,
         folder: Path,
-        trainer: LocalTrainer,
+        trainer: Saving,
         *,
         every: int,
         keep: int,
@@ -96,10 +109,19 @@ class CheckpointWriter:
     async def completed(self, step: int, position: Position) -> None:
         """A step is complete and training holds its memory: begin a checkpoint, if it is time; the last one to its end.
 
-        Raises the `TrainerError` of the checkpoint before, where that could not be written.
+        Raises the `TrainerError` of the checkpoint before, where that could not be written, and of the last one.
         """
         if step == self._last or (self._every and step % self._every == 0):
-            await self._begin(step, position)
+            try:
+                await self._settle()
+            except TrainerLostError as error:
+                _log.warning("a checkpoint is missing: %s", error)
+            try:
+                await self._begin(step, position)
+            except TrainerLostError as error:
+                if step == self._last:
+                    raise
+                _log.warning("the checkpoint of step %d is missing: %s", step, error)
 
     async def write(self, step: int, position: Position) -> None:
         """Write the state after `step`, to its end; before any step, so that a run that is killed early goes on."""

@@ -1,0 +1,65 @@
+"""Checkpoints of a run: what a lost rank costs."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pearl_rl.checkpoints import CheckpointWriter, find
+from pearl_rl.rollout.ledger import Position
+from pearl_rl.training.rank_group import TrainerError, TrainerLostError
+
+
+class Ranks:
+    """A trainer whose checkpoints end as `ends` says: one entry each, None for a good one."""
+
+    def __init__(self, *ends, at_once=False):
+        self.version = 0
+        self._ends = list(ends)
+        self._at_once = at_once
+
+    async def begin_checkpoint(self, path: Path):
+        error = self._ends.pop(0)
+        if error is not None and self._at_once:
+            raise error
+
+        async def save():
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+            await asyncio.to_thread(path.mkdir, parents=True)
+
+        return asyncio.get_running_loop().create_task(save())
+
+
+def steps(folder, ranks, last=3):
+    async def main():
+        writer = CheckpointWriter(folder / "checkpoints", ranks, every=1, keep=5, last=last)
+        for step in range(1, last + 1):
+            ranks.version = step
+            await writer.completed(step, Position())
+        await writer.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_rank_that_is_lost_while_it_writes_costs_that_checkpoint_and_no_more(tmp_path, at_once, caplog):
+    steps(tmp_path, Ranks(None, TrainerLostError("rank 1 of 2 is gone", None), None, at_once=at_once))
+    assert find(tmp_path).step == 3
+    assert sorted(file.parent.name for file in tmp_path.glob("checkpoints/*/run.json")) == [
+        "step-00000001",
+        "step-00000003",
+    ]
+    assert "rank 1 of 2 is gone" in caplog.text
+
+
+def test_the_last_checkpoint_is_not_silently_missing(tmp_path):
+    with pytest.raises(TrainerLostError, match="rank 0 of 2"):
+        steps(tmp_path, Ranks(None, None, TrainerLostError("rank 0 of 2 is gone", None)))
+    assert find(tmp_path).step == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):
+    with pytest.raises(TrainerError, match="No space left"):
+        steps(tmp_path, Ranks(TrainerError("No space left on device"), None, None))
