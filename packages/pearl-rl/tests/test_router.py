@@ -144,6 +144,22 @@ def test_a_full_worker_comes_last_even_where_the_prefix_is() -> None:
     run_virtual(main())
 
 
+def test_an_observation_says_how_much_of_the_kv_memory_is_in_use() -> None:
+    async def main() -> None:
+        router = Router(FakeGeneration(), RouterLimits(serving=ServingLimits(capacity_tokens=50)))
+        assert router.observe().kv_used is None
+        router.apply(serving_table([C, C]))
+        assert router.observe().kv_used == 0.0
+        router.begin(TrajectoryId(f"t{0:08d}"))
+        task = asyncio.create_task(router.generate(call(0, prompt=(5,) * 40)))
+        await asyncio.sleep(0.001)
+        assert router.observe().kv_used == 40 / 100
+        await task
+        assert router.observe().kv_used == 0.0
+
+    run_virtual(main())
+
+
 def test_a_worker_of_two_gpus_carries_twice_the_load() -> None:
     async def main() -> None:
         port = FakeGeneration()

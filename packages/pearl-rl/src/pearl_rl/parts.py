@@ -85,6 +85,7 @@ def router_limits(settings: Settings) -> RouterLimits:
     """Bounds of the router. Prefixes move between workers where one is a few requests busier than another."""
     serving = ServingLimits(
         capacity_sequences=settings.engine.max_running,
+        capacity_tokens=settings.engine.kv_tokens,
         affinity_slack=1.0,
         affinity_slack_ratio=0.1,
     )

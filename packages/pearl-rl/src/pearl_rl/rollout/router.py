@@ -131,6 +131,7 @@ class Router:
             waiting=len(self._waiters),
             timeouts=self.statistics.given_up + self.statistics.stalled,
             running=len(self._in_flight),
+            kv_used=self._serving.kv_used(),
         )
 
     def take_borrowed(self) -> bool:

@@ -239,6 +239,12 @@ class ServingSet:
             for id_, slot in self._slots.items()
         }
 
+    def kv_used(self) -> float | None:
+        """Part of the KV memory of those who decode that requests under way fill; None where its size is not known."""
+        holders = (*self.colocated, *self.decode)
+        room = self._limits.capacity_tokens * len(holders)
+        return sum(slot.tokens for slot in holders) / room if room else None
+
     def serves(self, slot: Slot) -> bool:
         """Whether this process is given requests now."""
         return slot in self._members
