@@ -38,8 +38,9 @@ def test_an_answer_is_part_of_the_trace_of_whoever_asked():
                 with urllib.request.urlopen(asked, timeout=30) as answer:
                     assert json.load(answer)["selected"]
         finally:
-            planner.send_signal(signal.SIGINT)
+            planner.send_signal(signal.SIGTERM)
             planner.communicate(timeout=30)
+            assert planner.returncode == 0
         out, _ = collector.communicate(timeout=30)
     (span,) = json.loads(out)["spans"]
     assert (span["name"], span["attributes"]["pearl.op"]) == ("pearl.planner.request", "/v1/choose")

@@ -7,8 +7,10 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 from pearl_planner.catalog import PROFILES, find_gpu, find_model, find_profile
@@ -97,6 +99,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         server = PlannerServer(guest, host=arguments.host, port=arguments.port, token=token, **options)
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen on {arguments.host} port {arguments.port}: {error}") from None
+    signal.signal(signal.SIGTERM, _end)
     with server:
         host, port = server.server_address[:2]
         print(f"listening on http://{host!s}:{port}" + (" (token required)" if token else ""), flush=True)
@@ -105,6 +108,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return _OK
     return _OK
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    """A service is told to end by SIGTERM: as in order as by Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def _opened(name: str) -> Any:
