@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pearl_executor.availability import ControlFileSource, FixedSource, TraceSource, merge_sources, read_trace
 from pearl_executor.availability_http import CommandSource
@@ -149,7 +149,7 @@ def policy(settings: Settings) -> Policy:
             return replace(pearl(decide, costs), name=planner.policy)
 
 
-_WINDOWS = 3
+_WINDOWS: Final = 3
 """Windows for which a forecast demand is taken to last at least."""
 
 
@@ -295,6 +295,10 @@ def task_gate(settings: Settings, router: Router, lifecycle: LifecycleTrace | No
     return TaskGate(router, limits, batching, lifecycle=lifecycle)
 
 
+_EVALUATION_SEED: Final = 0x5EED
+"""What sets the tasks of evaluations apart from those of training."""
+
+
 def evaluation(
     settings: Settings,
     router: Router,
@@ -318,9 +322,6 @@ def evaluation(
         gate=gate,
         limit_s=chosen.limit_s,
     )
-
-
-_EVALUATION_SEED = 0x5EED
 
 
 def readiness(

@@ -41,7 +41,7 @@ class Recovered:
 
     state: ElasticState
     rollout: RolloutLedger
-    clock: "RunClock" = field(default_factory=lambda: RunClock())
+    clock: RunClock = field(default_factory=RunClock)
     records: int = 0
     """How many were read behind the snapshot."""
 
