@@ -21,6 +21,7 @@ from pearl_state.worker import GpuId, Worker, WorkerId
 _LOOKS = 3
 """So many looks in a row must fail, of which each waits for its part of the silence that is allowed."""
 _AGAIN_S = 0.5
+"""Pause before a look that follows one that failed."""
 
 OnLost = Callable[[WorkerId, int, str], None]
 """Called with slot, incarnation and cause when a server is lost that nobody told to end."""

@@ -1,6 +1,6 @@
 """Ways of new weights to a server beside its own reading of a folder: shared memory in two ways, a collective group.
 
-Both go through a sender process, one load at a time. A load that exceeds its limit ends the sender, and with it every
+All go through a sender process, one load at a time. A load that exceeds its limit ends the sender, and with it every
 wait on the collective; the next load gets a new one.
 """
 
