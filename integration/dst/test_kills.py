@@ -15,6 +15,8 @@ from pearl_rl.rollout.ledger import (
     RolloutRecord,
     RolloutResumed,
     SampleCompleted,
+    SampleDispatched,
+    SamplesRejected,
     StepTrained,
     encode_record,
 )
@@ -81,6 +83,10 @@ def journalled(folder: Path, *records: RolloutRecord) -> Path:
     return folder
 
 
+def dispatched(name: str, group: str) -> SampleDispatched:
+    return SampleDispatched(group=GroupId(group), trajectory=TrajectoryId(name), number=int(name[1:]), version=0)
+
+
 def completed(name: str, group: str) -> SampleCompleted:
     trajectory = Trajectory(
         id=TrajectoryId(name),
@@ -96,13 +102,20 @@ def completed(name: str, group: str) -> SampleCompleted:
 
 
 def test_the_audit_of_real_runs_counts_what_was_trained_from_the_records_alone(tmp_path) -> None:
-    begin = (GroupOpened(group=GroupId("g0"), step=1, number=0), completed("t0", "g0"), completed("t1", "g0"))
+    opened = GroupOpened(group=GroupId("g0"), step=1, number=0)
+    played = (dispatched("t0", "g0"), dispatched("t1", "g0"), completed("t0", "g0"), completed("t1", "g0"))
+    begin = (opened, *played)
     taken = BatchTaken(step=1, groups=(GroupId("g0"),))
     # An update that published nothing is undone; one that did counts, whether or not the journal still heard of it.
     undone = journalled(tmp_path / "a", *begin, taken, RolloutResumed(completed=0), taken, StepTrained(step=1))
-    assert audit(undone)[0] == {"t0": [1], "t1": [1]}
+    assert audit(undone).trained == {"t0": [1], "t1": [1]}
     unheard = journalled(tmp_path / "b", *begin, taken, RolloutResumed(completed=1))
-    assert audit(unheard)[0] == {"t0": [1], "t1": [1]}
+    assert audit(unheard).trained == {"t0": [1], "t1": [1]}
     again = BatchTaken(step=2, groups=(GroupId("g0"),))
     twice = journalled(tmp_path / "c", *begin, taken, StepTrained(step=1), again, StepTrained(step=2))
-    assert audit(twice)[0] == {"t0": [1, 2], "t1": [1, 2]}
+    assert audit(twice).trained == {"t0": [1, 2], "t1": [1, 2]}
+    # A sample that was too old is no more among those trained on; the one in its place is.
+    replaced = (*begin, SamplesRejected(trajectories=(TrajectoryId("t0"),)), dispatched("t2", "g0"))
+    old = journalled(tmp_path / "d", *replaced, completed("t2", "g0"), taken, StepTrained(step=1))
+    assert audit(old).trained == {"t1": [1], "t2": [1]}
+    assert (audit(old).samples, audit(old).rejected, audit(old).groups) == (2, 1, 1)
