@@ -239,6 +239,8 @@ def test_no_child_outlives_a_parent_that_is_killed(tmp_path):
         assert parent.stdout is not None
         folder, *pids = parent.stdout.readline().split()
         assert all(alive(int(pid)) for pid in pids)
+        # A fork server that was stopped cannot see that its parent is gone.
+        os.kill(parent_of(int(pids[0])), signal.SIGSTOP)
         parent.kill()
     asyncio.run(vanished(*map(int, pids)))
     for _ in range(200):

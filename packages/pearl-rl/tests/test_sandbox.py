@@ -37,6 +37,7 @@ TOOLS = {
     "spawn": "import subprocess\ndef run(argument):\n    subprocess.run(['true'])\n",
     "network": "import socket\ndef run(argument):\n    socket.create_connection(('127.0.0.1', 9))\n",
     "load": "def run(argument):\n    import wave\n",
+    "native": "def run(argument):\n    import ctypes\n",
 }
 LIMITS = SandboxLimits(call_s=0.3, memory_bytes=128 * 2**20, output_bytes=4096, start_s=30, free_s=30)
 
@@ -191,7 +192,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert reply.detail.startswith("MemoryError")
 
 
-@pytest.mark.parametrize("tool", ["write", "shell", "spawn", "network", "load"])
+@pytest.mark.parametrize("tool", ["write", "shell", "spawn", "network", "load", "native"])
 def test_files_shells_processes_and_network_are_refused(tmp_path: Path, tool: str) -> None:
     reply = within(tmp_path, lambda pool: pool.call(tool, {}))
     assert reply.fault is ToolFault.RAISED
@@ -280,7 +281,7 @@ def test_close_ends_every_process_and_later_calls_fail(tmp_path: Path) -> None:
 
 
 ORPHANS = """
-import asyncio, os, sys
+import asyncio, os, signal, sys
 from pathlib import Path
 from pearl_rl.rollout.environments.sandbox import SandboxPool
 
@@ -288,6 +289,8 @@ async def main():
     pool = SandboxPool({"echo": Path(sys.argv[1])}, 2)
     await pool.start()
     print(*pool.pids, flush=True)
+    # One that was stopped cannot read the end of its input.
+    os.kill(pool.pids[0], signal.SIGSTOP)
     os._exit(1)
 
 asyncio.run(main())

@@ -1,8 +1,9 @@
 """The fork server's process: imports heavy modules once, then forks a child for each request.
 
 Run as `python -m pearl_executor.runtimes.local.zygote SOCKET SECRET MODULE…`. It stays single-threaded, reaps its
-children and reports how each ended. When its parent is gone it kills all children and ends; when it is gone itself, the
-kernel kills them (Linux). So no child outlives the run, whatever happens to the parent.
+children and reports how each ended. When its parent is gone it kills all children and ends; where it was stopped, the
+kernel lets it go on for that (Linux). When it is gone itself, the kernel kills them (Linux). So no child outlives the
+run, whatever happens to the parent.
 """
 
 import ctypes
@@ -35,6 +36,8 @@ class Zygote:
         self._children: dict[str, int] = {}
         self._pid = os.getpid()
         self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        if self._libc is not None:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def preload(self, modules: list[str]) -> bool:
         """Import `modules`. Reports whether that worked."""

@@ -8,6 +8,7 @@ native code.
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -279,6 +280,7 @@ class SandboxPool:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="pearl-sandbox-")
         limits = {
+            "parent": os.getpid(),
             "memory_bytes": self._limits.memory_bytes,
             "cpu_s": self._limits.cpu_s,
             "output_bytes": self._limits.output_bytes,

@@ -7,7 +7,8 @@ writing), says it is ready, then answers one request a line:
     {"id": 1, "value": {...}}  |  {"id": 1, "error": "ValueError: ..."}
 
 Arguments are data and stay data: no shell is started, nothing of them is executed unless a tool does. Standard
-library only; nothing of this project can be imported here. The end of standard input ends the process.
+library only; nothing of this project can be imported here. The end of standard input ends the process; where it cannot
+read it, because it works or was stopped, the kernel ends it with its parent (Linux).
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import json
 import os
 import resource
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +48,24 @@ FORBIDDEN = (
     "import",
 )
 """Audit events (prefixes) that no tool needs. `import`: what a tool uses it has imported when it was loaded."""
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent `parent` ends, also while it is stopped. Linux only."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # It ended before.
+        os._exit(1)
+    # Nobody needs it any more, and whoever imports it shall meet the audit hook.
+    for name in ("ctypes", "ctypes._endian", "_ctypes"):
+        sys.modules.pop(name, None)
 
 
 def limit(limits: dict[str, int]) -> None:
@@ -106,6 +126,7 @@ def answer(tools: dict[str, Tool], request: dict[str, Any], cpu_s: int, output_b
 def main() -> None:
     """Serve until standard input ends."""
     limits = json.loads(sys.argv[1])
+    die_with(limits["parent"])
     files = dict(entry.split("=", 1) for entry in sys.argv[2:])
     tools: dict[str, Tool] = {name: runpy.run_path(file)["run"] for name, file in files.items()}
     requests, replies = sys.stdin, sys.stdout
