@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from pearl_planner.allocate import target_configuration
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
 from pearl_planner.in_step import SETTLED, InStepPolicy, demand_of, pearl_prorsa, prorsa
-from pearl_planner.policies import pearl
+from pearl_planner.policies import Recalling, pearl
 from pearl_planner.step import step
 from pearl_planner.switching import SwitchCosts
 from pearl_state import events
 from pearl_state.configuration import Configuration
-from pearl_state.decision import Reason
+from pearl_state.decision import Reason, SwitchKind
 from pearl_state.effects import ApplyStage, Effect, GroupKind, PrepareGroup, RecordDecision
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Mode, Role
@@ -155,6 +155,26 @@ def test_what_a_reclaim_left_of_the_ratio_stands_until_the_next_forecast() -> No
     assert state.table.configuration == Configuration(2, 2)
     state, effects = forecasts(state, 0.5, 2.0)
     assert settle(state, effects, 211.0)[0].table.configuration == Configuration(1, 3)
+
+
+def test_what_was_forecast_before_a_plan_does_not_count_after_it_whoever_began_it() -> None:
+    state = running(even(persistence_s=60.0))
+    for i in range(SETTLED - 1):
+        state, _ = step(state, load(0.5, 2.0, 100.0 + 10.0 * i))
+    assert len(state.forecasts) == SETTLED - 1
+    pinned, effects = step(state, events.ConfigurationPinned(now_s=155.0, configuration=Configuration(5, 3)))
+    assert any(isinstance(effect, ApplyStage) for effect in effects)
+    assert pinned.forecasts == ()
+    state, _ = settle(pinned, effects, 156.0)
+    state, _ = step(state, events.ConfigurationPinned(now_s=157.0, configuration=None))
+    assert step(state, load(0.5, 2.0, 160.0))[1] == (), "one forecast is not enough"
+
+
+def test_what_switches_were_learned_to_cost_is_recalled_by_a_policy_that_answers_forecasts() -> None:
+    learned = even().observing(SwitchKind.FLIP, 9.0)
+    assert learned.costs != even().costs
+    assert even().recalling(learned.costs) == learned
+    assert isinstance(learned, Recalling)
 
 
 def test_the_composition_colocates_where_disaggregation_does_not_pay_and_stays_there() -> None:

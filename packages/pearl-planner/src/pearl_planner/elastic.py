@@ -116,7 +116,7 @@ class ElasticState:
     reconsider: bool = False
     """A signal came while a plan was running: decide again when it is over."""
     forecasts: tuple[LoadForecast, ...] = ()
-    """The newest forecasts under the configuration that serves, oldest first."""
+    """The newest forecasts since the newest plan for the ratio began, oldest first."""
     readiness: ScalingReason | None = None
     """What the newest boundary after an update said of the data; None where nobody measures it."""
     pinned: Configuration | None = None

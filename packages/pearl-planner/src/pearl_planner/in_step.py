@@ -68,6 +68,15 @@ class InStepPolicy:
         """See `policies.Observing`."""
         return replace(self, between=self.between.observing(kind, seconds))
 
+    @property
+    def costs(self) -> SwitchCosts:
+        """See `policies.Recalling`."""
+        return self.between.costs
+
+    def recalling(self, costs: SwitchCosts) -> "InStepPolicy":
+        """See `policies.Recalling`."""
+        return replace(self, between=self.between.recalling(costs))
+
     def decide(self, **asked: Unpack[Question]) -> Decision:
         """As `pearl_planner.decide.decide`."""
         if asked.get("pinned") is None and self.keeps_ratio:
@@ -285,5 +294,4 @@ def rebalance(state: ElasticState, trigger: str, loads: Mapping[WorkerId, float]
     if decision is None or decision.selected == current:
         # Not recorded: every ten seconds the same answer would bury the decisions that change something.
         return state, ()
-    state = replace(state, forecasts=())
     return carry_out(state, decision, frozenset(state.table.active()), trigger, loads)

@@ -56,6 +56,20 @@ class Observing(Protocol):
         ...
 
 
+@runtime_checkable
+class Recalling(Observing, Protocol):
+    """A policy whose learned costs outlive its process: a journal keeps them."""
+
+    @property
+    def costs(self) -> SwitchCosts:
+        """What it takes switches to cost by now."""
+        ...
+
+    def recalling(self, costs: SwitchCosts) -> Policy:
+        """The same policy with `costs` that it had learned before."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPolicy:
     """A policy that asks the PD Decision Engine, with some of its freedom taken away."""
@@ -77,6 +91,10 @@ class ModelPolicy:
     def observing(self, kind: SwitchKind, seconds: float) -> "ModelPolicy":
         """See `Observing`."""
         return replace(self, costs=self.costs.observe(kind, seconds))
+
+    def recalling(self, costs: SwitchCosts) -> "ModelPolicy":
+        """See `Recalling`."""
+        return replace(self, costs=costs)
 
 
 def pearl(settings: DecideSettings | None = None, costs: SwitchCosts | None = None) -> ModelPolicy:

@@ -334,7 +334,8 @@ def carry_out(
         record = RecordDecision(decision=decision, trigger=trigger, plan=None, borrowed=borrowed)
         return state, (record,)
     record = RecordDecision(decision=decision, trigger=trigger, plan=plan, borrowed=borrowed)
-    state = replace(state, running=RunningPlan(plan=plan), next_plan=PlanId(plan.id + 1))
+    # What was forecast until now was so under another configuration.
+    state = replace(state, running=RunningPlan(plan=plan), next_plan=PlanId(plan.id + 1), forecasts=())
     state, effects = begin_stage(state)
     return state, (record, *effects)
 

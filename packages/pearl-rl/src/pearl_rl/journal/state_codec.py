@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from typing import Any, Final, get_type_hints
 
 from pearl_planner.elastic import ElasticSettings, ElasticState, RunningPlan
-from pearl_planner.policies import ModelPolicy
+from pearl_planner.policies import Recalling
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.encoding import decode, encode
 from pearl_rl.journal.frames import JournalError
@@ -18,10 +18,9 @@ _LEFT_OUT: Final = frozenset({"settings", "last_decision"})
 def encode_state(state: ElasticState) -> dict[str, Any]:
     """A JSON-able form that `decode_state` gives back."""
     encoded = {item.name: encode(getattr(state, item.name)) for item in fields(state) if item.name not in _LEFT_OUT}
-    costs = getattr(state.settings.policy, "costs", None)
-    if isinstance(costs, SwitchCosts):
+    if isinstance(state.settings.policy, Recalling):
         # The one thing in the settings that a run learns.
-        encoded["switch_costs"] = encode(costs)
+        encoded["switch_costs"] = encode(state.settings.policy.costs)
     if state.running is not None:
         # A plan's usual JSON is for people.
         plan = state.running.plan
@@ -40,8 +39,8 @@ def decode_state(data: dict[str, Any], settings: ElasticSettings) -> ElasticStat
         hints = get_type_hints(ElasticState)
         running = data.pop("running", None)
         policy = settings.policy
-        if (costs := data.pop("switch_costs", None)) is not None and isinstance(policy, ModelPolicy):
-            settings = replace(settings, policy=replace(policy, costs=decode(SwitchCosts, costs)))
+        if (costs := data.pop("switch_costs", None)) is not None and isinstance(policy, Recalling):
+            settings = replace(settings, policy=policy.recalling(decode(SwitchCosts, costs)))
         values = {name: decode(hints[name], value) for name, value in data.items()}
         if running is not None:
             values["running"] = RunningPlan(
