@@ -47,6 +47,7 @@ class Script:
     ops: tuple[Op, ...]
     checkpoint_every: int = 1
     snapshot_every: int = 10_000
+    expansion_workers: int = 64
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -71,6 +72,7 @@ def draw(seed: int) -> Script:
         ops=tuple(_op(rng) for _ in range(rng.randint(1, 16))),
         checkpoint_every=rng.choice((1, 1, 2)),
         snapshot_every=rng.choice((10, 60, 10_000)),
+        expansion_workers=rng.choice((1, 2, 64)),
     )
 
 
@@ -134,7 +136,8 @@ def shrink(script: Script, fails: Callable[[Script], bool], budget: int = 400) -
         if still(replace(script, steps=steps)):
             script = replace(script, steps=steps)
             break
-    for change in ({"gpus_per_worker": 1}, {"borrowing": "off"}, {"staleness": 0}, {"max_restarts": 1000}):
+    simpler = {"gpus_per_worker": 1, "borrowing": "off", "staleness": 0, "max_restarts": 1000, "expansion_workers": 64}
+    for change in ({name: value} for name, value in simpler.items()):
         if still(replace(script, **change)):
             script = replace(script, **change)
     for at, op in enumerate(script.ops):

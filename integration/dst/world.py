@@ -386,6 +386,7 @@ class Life:
             gpus_per_worker=script.gpus_per_worker,
             return_s=20.0,
             max_restarts=script.max_restarts,
+            expansion_workers=script.expansion_workers,
         )
         self.journal_is_new = Journal(machine.disk).empty
         if self.journal_is_new:

@@ -394,10 +394,11 @@ def play(world: World, script: list) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@given(script=st.lists(ACTION, max_size=40))
+@given(script=st.lists(ACTION, max_size=40), most=st.sampled_from([1, 2, 64]))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_script_keeps_the_invariants_and_settles_on_what_is_available(tp: int, script: list) -> None:
-    world = World(start(tp=tp))
+def test_any_script_keeps_the_invariants_and_settles_on_what_is_available(tp: int, script: list, most: int) -> None:
+    state = start(tp=tp)
+    world = World(replace(state, settings=replace(state.settings, expansion_workers=most)))
     play(world, script)
     world.settle()
     state = world.state

@@ -213,9 +213,10 @@ def test_the_time_under_way_is_that_of_all_control_planes_and_of_nothing_between
 
 
 def test_the_budget_of_failures_is_that_of_the_settings() -> None:
-    chosen = load_settings(None, ["cluster.min_healthy=2", "cluster.max_restarts=5"]).settings
+    given = ["cluster.min_healthy=2", "cluster.max_restarts=5", "cluster.expansion_workers=7"]
+    chosen = load_settings(None, given).settings
     elastic = parts.elastic_settings(chosen)
-    assert (elastic.min_healthy, elastic.max_restarts) == (2, 5)
+    assert (elastic.min_healthy, elastic.max_restarts, elastic.expansion_workers) == (2, 5, 7)
     assert parts.elastic_settings(load_settings(None, []).settings).min_healthy == 0
 
 

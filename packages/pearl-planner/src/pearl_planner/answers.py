@@ -33,6 +33,9 @@ def group_prepared(state: ElasticState, event: events.GroupPrepared) -> Step:
         table = table.report(id_, event.reported[id_])
     if group.kind is GroupKind.BORROW and resumed:
         state = replace(state, toggle_costs=state.toggle_costs.observe_activation(event.duration_s))
+    if group.kind is GroupKind.EXPANSION and state.smaller_groups is not None:
+        grown = state.smaller_groups + 1
+        state = replace(state, smaller_groups=grown if grown < state.settings.expansion_workers else None)
     state = replace(state, table=table, lost=state.lost - lost)
     return state, (CleanWorkers(workers=rows(state, tuple(sorted(lost)))),) if lost else ()
 
@@ -60,7 +63,16 @@ def group_failed(state: ElasticState, event: events.GroupFailed) -> Step:
     state = replace(state, table=table, lost=state.lost - group.workers)
     if group.kind is GroupKind.BORROW and not group.cancelled:
         state = replace(state, lend_refused=True)
+    if group.kind is GroupKind.EXPANSION and event.failed:
+        state = replace(state, smaller_groups=_smaller(state, len(group.workers)))
     return retire_spent(state, group), ()
+
+
+def _smaller(state: ElasticState, size: int) -> int | None:
+    """Half of a group that failed, where it was about as large as groups are: a smaller one says nothing of those."""
+    if 2 * size <= state.group_workers:
+        return state.smaller_groups
+    return min(state.group_workers, max(1, size // 2))
 
 
 def retire_spent(state: ElasticState, group: Group) -> ElasticState:

@@ -45,6 +45,9 @@ class ElasticSettings:
     """A slot that failed more often is retired."""
     min_healthy: int = 0
     """A slot is not retired where that would leave fewer than so many rollout slots: it is started again instead."""
+    expansion_workers: int = 64
+    """Most workers of one group of an expansion, at least 1. A group is ready as a whole or not at all, so that of a
+    thousand workers that are prepared in one, a few that fail would keep all the others from serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,9 @@ class ElasticState:
     groups: Mapping[PlanId, Group] = field(default_factory=dict[PlanId, Group])
     lost: frozenset[WorkerId] = frozenset()
     """Workers of a group that were lost after they came up, until the group's answer is in."""
+    smaller_groups: int | None = None
+    """Most workers of a group of an expansion after groups failed: half of what failed, and one more with each that
+    comes up, until it is what the settings say again (None)."""
     removals: Mapping[PlanId, frozenset[WorkerId]] = field(default_factory=dict[PlanId, frozenset[WorkerId]])
     """Mandatory removals under way."""
     running: RunningPlan | None = None
@@ -122,6 +128,12 @@ class ElasticState:
     pinned: Configuration | None = None
     next_plan: PlanId = FIRST_PLAN
     last_decision: Decision | None = None
+
+    @property
+    def group_workers(self) -> int:
+        """Most workers that a group of an expansion has now."""
+        most = self.settings.expansion_workers
+        return most if self.smaller_groups is None else min(most, self.smaller_groups)
 
     @property
     def lent(self) -> bool:

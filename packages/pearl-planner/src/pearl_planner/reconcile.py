@@ -4,6 +4,7 @@ Level-triggered: each function looks at the whole state, not at the event that l
 may come in any order. Each returns the next state and the effects that the shell must carry out.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -237,7 +238,11 @@ def _lendable(state: ElasticState, id_: WorkerId) -> bool:
 
 
 def expand(state: ElasticState) -> Step:
-    """Start processes on dedicated GPUs that have none, and resume overlap workers on lent GPUs; in the background."""
+    """Start processes on dedicated GPUs that have none, and resume overlap workers on lent GPUs; in the background.
+
+    Processes start in groups of bounded size, of which each is ready on its own: a worker that fails keeps few others
+    from serving.
+    """
     effects: list[Effect] = []
     want, busy = wanted(state), in_flight(state)
     vacant = frozenset(
@@ -246,8 +251,8 @@ def expand(state: ElasticState) -> Step:
     if not state.settings.policy.expands:
         vacant = frozenset(id_ for id_ in vacant if state.table.rows[id_].tenure is Tenure.RESERVED)
     if vacant:
-        state, effect = _start_group(state, GroupKind.EXPANSION, vacant)
-        effects.append(effect)
+        state, begun = _start_groups(state, GroupKind.EXPANSION, sorted(vacant), state.group_workers)
+        effects.extend(begun)
     if state.lent and not state.lend_refused:
         parked = frozenset(
             id_
@@ -255,40 +260,58 @@ def expand(state: ElasticState) -> Step:
             if state.table.rows[id_].lifecycle in (Lifecycle.VACANT, Lifecycle.RELEASED) and id_ not in busy
         )
         if parked:
-            state, effect = _start_group(state, GroupKind.BORROW, parked)
-            effects.append(effect)
+            state, begun = _start_groups(state, GroupKind.BORROW, sorted(parked), len(parked))
+            effects.extend(begun)
     return state, tuple(effects)
 
 
-def _start_group(state: ElasticState, kind: GroupKind, ids: frozenset[WorkerId]) -> tuple[ElasticState, PrepareGroup]:
-    """Mark `ids` as starting or resuming in the roles that the policy would give them now."""
+def _start_groups(state: ElasticState, kind: GroupKind, ids: list[WorkerId], most: int) -> Step:
+    """Mark `ids` as starting or resuming in the roles that the policy would give them now.
+
+    As few groups of about equal size as hold `most` workers each, neighbours together, every role spread over all.
+    """
     table = state.table
-    serving = table.active()
-    roles = _roles_for(state, sorted(ids), len(serving) + len(standby(state)) + len(ids))
-    changed = []
-    for id_ in sorted(ids):
-        row = replace(table.rows[id_], role=roles[id_])
-        if row.lifecycle is Lifecycle.RELEASED:
-            changed.append(replace(row, lifecycle=Lifecycle.RESUMING))
-        else:
-            changed.append(replace(row, lifecycle=Lifecycle.STARTING, incarnation=table.incarnations[id_] + 1))
-    plan_id = state.next_plan
+    roles = _roles_for(state, kind, len(ids))
+    count = -(-len(ids) // most)
+    changed: list[Worker] = []
+    groups = []
+    for number in range(count):
+        mine = [_begun(table, id_, role) for id_, role in zip(ids[len(changed) :], roles[number::count], strict=False)]
+        changed += mine
+        groups.append(frozenset(row.id for row in mine))
+    plans = {PlanId(state.next_plan + number): group for number, group in enumerate(groups)}
     state = replace(
         state,
         table=table.update(changed),
-        groups={**state.groups, plan_id: Group(kind=kind, workers=ids)},
-        next_plan=PlanId(plan_id + 1),
+        groups={**state.groups, **{id_: Group(kind=kind, workers=group) for id_, group in plans.items()}},
+        next_plan=PlanId(state.next_plan + count),
     )
-    return state, PrepareGroup(plan_id=plan_id, kind=kind, workers=rows(state, ids))
+    effects = (PrepareGroup(plan_id=id_, kind=kind, workers=rows(state, group)) for id_, group in plans.items())
+    return state, tuple(effects)
 
 
-def _roles_for(state: ElasticState, ids: list[WorkerId], budget: int) -> Mapping[WorkerId, Role]:
-    """Roles to start in: what the best configuration of the grown budget lacks. Decided again at admission."""
-    target = choose(state, budget, current=None).selected
-    have = dict(zip((Role.PREFILL, Role.DECODE, Role.COLOCATED), state.table.active_roles, strict=True))
+def _begun(table: WorkerTable, id_: WorkerId, role: Role) -> Worker:
+    row = replace(table.rows[id_], role=role)
+    if row.lifecycle is Lifecycle.RELEASED:
+        return replace(row, lifecycle=Lifecycle.RESUMING)
+    return replace(row, lifecycle=Lifecycle.STARTING, incarnation=table.incarnations[id_] + 1)
+
+
+def _roles_for(state: ElasticState, kind: GroupKind, count: int) -> list[Role]:
+    """Roles for `count` workers to start in: what the best configuration of the grown budget lacks.
+
+    Decided again at admission.
+    """
+    there = frozenset(state.table.active()) | standby(state)
+    if kind is GroupKind.EXPANSION:
+        # A borrow does not wait for processes that start; other processes are up about as soon as these.
+        starting = (g.workers for g in state.groups.values() if g.kind is kind and not g.cancelled)
+        there = there.union(*starting)
+    target = choose(state, len(there) + count, current=None).selected
+    have = Counter(state.table.rows[id_].role for id_ in there)
     lacking = [role for role in ROLLOUT_ROLES for _ in range(max(0, target.count(role) - have[role]))]
     spare = Role.DECODE if target.prefill else Role.COLOCATED
-    return {id_: lacking[i] if i < len(lacking) else spare for i, id_ in enumerate(ids)}
+    return [*lacking, *[spare] * (count - len(lacking))][:count]
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------

@@ -163,6 +163,7 @@ def elastic_settings(settings: Settings) -> ElasticSettings:
         return_s=settings.limits.training.return_s,
         max_restarts=cluster.max_restarts,
         min_healthy=cluster.min_healthy,
+        expansion_workers=cluster.expansion_workers,
     )
 
 

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pearl_rl.errors import SettingsError
+from pearl_rl.frameworks import NAMES
 from pearl_rl.settings.load import ResolvedSettings
 from pearl_rl.settings.root import Settings
 from pearl_state.configuration import Configuration
 
 Value = bool | int | float | str
-
-NAMES: Final = {"verl": "verl", "slime": "slime", "roll": "ROLL", "areal": "AReaL"}
-"""As they write themselves."""
 
 _GPUS_OF_A_NODE: Final = 8
 
@@ -22,6 +20,7 @@ _OURS_ALONE: Final = (
     ("cluster.runtime", "it runs on Ray"),
     ("cluster.max_restarts", "it has its own fault tolerance"),
     ("cluster.min_healthy", "it has its own fault tolerance"),
+    ("cluster.expansion_workers", "it has no groups of workers that come together"),
     ("cluster.borrowing", "it does not lend training GPUs to rollout"),
     ("planner", "it does not choose mode and ratio; the ones in force are written where it has such"),
     ("limits", "they bound waits inside PEARL"),

@@ -82,6 +82,12 @@ class ClusterSettings(Section):
     min_healthy: int = Field(
         ge=0, le=1_000_000, description="worker slots that are kept however often they fail; 0 ends a run without any"
     )
+    expansion_workers: int = Field(
+        ge=1,
+        le=1_000_000,
+        description="workers of an expansion that are prepared together and serve together; where such groups fail, "
+        "smaller ones are tried",
+    )
     ray: RaySettings = Field(description='the cluster, where runtime = "ray"')
 
 
