@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from pearl_rl.cli.app import app
 from pearl_rl.cli.exporting import exported
 from pearl_rl.cli.importing import read_configuration
-from pearl_rl.cli.options import FRAMEWORKS
 from pearl_rl.errors import SettingsError
+from pearl_rl.frameworks import NAMES
 from pearl_rl.settings import load_settings
 
 SUFFIX = {"verl": ".sh", "slime": ".sh", "roll": ".yaml", "areal": ".yaml"}
@@ -73,7 +73,7 @@ def value_of(resolved: Any, key: str) -> object:
     return node
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", NAMES)
 @settings(max_examples=10, deadline=None)
 @given(overrides=jobs())
 def test_import_reads_back_what_export_wrote(framework: str, overrides: list[str]) -> None:
@@ -83,7 +83,8 @@ def test_import_reads_back_what_export_wrote(framework: str, overrides: list[str
         path = Path(folder) / f"job{SUFFIX[framework]}"
         path.write_text(text, encoding="utf-8")
         again = read_configuration(framework, path, None)
-    assert again.unsupported == []
+    # Besides what no key stands for, like the engine.
+    assert [line for line in again.unsupported if not line.startswith("(")] == []
     written = {key for ours in found.origins.values() for key in ours} - {"train.algorithm"}
     # A zero is no penalty, and slime's flag for none is to have none.
     written -= {"train.kl_coefficient"} if not resolved.settings.train.kl_coefficient else set()
@@ -97,7 +98,7 @@ def test_import_reads_back_what_export_wrote(framework: str, overrides: list[str
             assert key in found.told or any(key.startswith(line.split(":")[0]) for line in found.unsupported), key
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", NAMES)
 def test_what_import_gave_goes_back_to_where_it_came_from(framework: str, tmp_path: Path) -> None:
     first = tmp_path / f"first{SUFFIX[framework]}"
     first.write_text(exported(framework, load_settings(None, JOB), "x")[1])
@@ -111,7 +112,7 @@ def test_disaggregation_and_elasticity_go_where_there_is_such() -> None:
     held = ["planner.policy=static_pd", "planner.configuration=2P4D", "cluster.reserved_rollout_gpus=6",
             "cluster.borrowing=gated", *JOB]  # fmt: skip
     resolved = load_settings(None, held)
-    verl, slime, roll, areal = (exported(name, resolved, "x")[0] for name in FRAMEWORKS)
+    verl, slime, roll, areal = (exported(name, resolved, "x")[0] for name in NAMES)
     assert verl.values["actor_rollout_ref.rollout.disaggregation.prefill_replicas"] == 2
     assert verl.values["actor_rollout_ref.rollout.disaggregation.decode_replicas"] == 4
     assert verl.values["async_training.use_dynamic_resource_scheduling"] is True
@@ -123,7 +124,7 @@ def test_disaggregation_and_elasticity_go_where_there_is_such() -> None:
 
 
 def test_preemptible_gpus_and_a_choosing_policy_are_named_also_where_they_are_the_default_job_s() -> None:
-    for framework in FRAMEWORKS:
+    for framework in NAMES:
         lines = exported(framework, load_settings(), "x")[0].unsupported
         named = [line.split(":")[0] for line in lines]
         assert {"cluster.max_preemptible_gpus", "planner.policy", "model.path"} <= set(named)

@@ -16,7 +16,7 @@ from pearl_rl.cli.app import app
 from pearl_rl.cli.importing import read_configuration, to_toml
 from pearl_rl.errors import SettingsError
 from pearl_rl.importing import areal, roll, slime, verl
-from pearl_rl.importing.shell import UNKNOWN, command_arguments
+from pearl_rl.importing.shell import UNKNOWN, training_command
 from pearl_rl.importing.tree import devices, read_yaml
 from pearl_rl.settings import load_settings
 
@@ -257,17 +257,17 @@ def test_a_missing_file_and_one_that_is_no_text_are_one_line(tmp_path: Path) -> 
 
 def test_nothing_in_a_script_is_run(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
-    words = command_arguments(
+    words = training_command(
         f"A=$(touch {witness})\npython train.py --x $A `touch {witness}` $((1+1))", re.compile("train")
-    )
-    assert words[:2] == ["--x", UNKNOWN]
+    ).arguments
+    assert words[:2] == ("--x", UNKNOWN)
     assert words[-1] == "2"
     assert not witness.exists()
 
 
 def test_what_a_script_is_given_belongs_to_no_flag() -> None:
     flat = slime.flags('python train.py --lr 1e-6 --use-kl-loss --kl-loss-coef 0.01 "$@"')
-    assert flat == {"lr": "1e-6", "use-kl-loss": "true", "kl-loss-coef": "0.01"}
+    assert flat == {"(entry)": "train.py", "lr": "1e-6", "use-kl-loss": "true", "kl-loss-coef": "0.01"}
 
 
 @pytest.mark.parametrize(

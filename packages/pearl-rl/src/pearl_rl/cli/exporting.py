@@ -12,6 +12,7 @@ from pearl_rl.cli.report import write_text
 from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.exporting import areal, roll, slime, verl
 from pearl_rl.exporting.result import Exported
+from pearl_rl.frameworks import NAMES
 from pearl_rl.settings import Settings, load_settings
 from pearl_rl.settings.load import ResolvedSettings
 
@@ -26,8 +27,8 @@ _WRITERS: Final[Mapping[str, tuple[Callable[[Settings], Exported], Callable[[Exp
 
 def exported(framework: str, resolved: ResolvedSettings, source: str) -> tuple[Exported, str]:
     """What a framework takes over, and its configuration as text. Raises `SettingsError` with one line."""
-    if framework not in _WRITERS:
-        raise SettingsError(f"export {framework[:40]}: unknown framework; known: {', '.join(_WRITERS)}")
+    if framework not in NAMES:
+        raise SettingsError(f"export {framework[:40]}: unknown framework; known: {', '.join(NAMES)}")
     mapping, write = _WRITERS[framework]
     found = mapping(resolved.settings)
     found.name_the_rest(resolved)

@@ -10,6 +10,7 @@ import typer
 
 from pearl_rl.cli.report import write_text
 from pearl_rl.errors import ExitCode, SettingsError
+from pearl_rl.frameworks import NAMES
 from pearl_rl.importing import areal, roll, slime, verl
 from pearl_rl.importing.result import Imported, Scalar
 from pearl_rl.importing.tree import Flat, read_text, read_yaml
@@ -50,8 +51,8 @@ _READERS: Final[Mapping[str, tuple[Callable[[str], Flat] | None, Callable[[Flat,
 
 def read_configuration(framework: str, path: Path, model_path: str | None) -> Imported:
     """Read a launch script or YAML file. Raises `SettingsError` with one line."""
-    if framework not in _READERS:
-        raise SettingsError(f"import {framework[:40]}: unknown framework; known: {', '.join(_READERS)}")
+    if framework not in NAMES:
+        raise SettingsError(f"import {framework[:40]}: unknown framework; known: {', '.join(NAMES)}")
     script, mapping = _READERS[framework]
     text = read_text(path)
     if path.suffix in (".yaml", ".yml"):
@@ -63,7 +64,7 @@ def read_configuration(framework: str, path: Path, model_path: str | None) -> Im
     if not flat:
         raise SettingsError(f"{path}: holds no training command of {framework} with arguments")
     found = mapping(flat, model_path)
-    if not found.settings:
+    if not found.recognized:
         raise SettingsError(f"{path}: none of its {len(flat)} keys is one of {framework}")
     for key, (value, why) in _GPU_JOB.items():
         if key not in found.settings:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from pearl_rl.frameworks import NAMES
+
 Config = Annotated[Path | None, typer.Argument(help="TOML file with what differs from the default job.")]
 Overrides = Annotated[
     list[str] | None,
@@ -15,13 +17,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
 
 
-FRAMEWORKS = ("verl", "slime", "roll", "areal")
-"""Frameworks whose configurations `import` reads and `export` writes."""
-
-
 def frameworks(incomplete: str) -> list[str]:
     """Names that begin like `incomplete`."""
-    return [name for name in FRAMEWORKS if name.startswith(incomplete)]
+    return [name for name in NAMES if name.startswith(incomplete)]
 
 
 def scenarios(incomplete: str) -> list[str]:

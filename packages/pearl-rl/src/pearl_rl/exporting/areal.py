@@ -33,15 +33,19 @@ def mapped(settings: Settings) -> Exported:
         ("train.weight_decay", "actor.optimizer.weight_decay"),
         ("train.max_gradient_norm", "actor.optimizer.gradient_clipping"),
         ("train.clip_low", "actor.eps_clip"),
-        ("train.kl_coefficient", "actor.kl_ctl"),
+        ("train.clip_high", "actor.eps_clip_higher"),
         ("train.micro_batch_tokens", "actor.mb_spec.max_tokens_per_mb"),
         ("run.steps", "total_train_steps"),
         ("run.seed", "seed"),
         ("train.checkpoint_every_steps", "saver.freq_steps"),
     ]
     copied(out, settings, pairs)
-    if train.clip_high != train.clip_low:
-        out.drop("train.clip_high", f"AReaL clips both sides alike, at train.clip_low = {train.clip_low}")
+    # Left out, it would be 0.1 there, and in the reward.
+    out.put("actor.kl_ctl", 0.0)
+    if train.kl_coefficient:
+        out.drop("train.kl_coefficient", "AReaL has the KL in the reward: actor.kl_ctl")
+    if train.aggregation != "token_mean":
+        out.drop("train.aggregation", "AReaL weighs tokens alike")
     return out
 
 

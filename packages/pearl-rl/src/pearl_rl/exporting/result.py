@@ -12,6 +12,9 @@ from pearl_state.configuration import Configuration
 
 Value = bool | int | float | str
 
+AGGREGATION: Final = {"token_mean": "token-mean", "sequence_mean": "seq-mean-token-mean"}
+"""`train.aggregation` as verl and ROLL call it."""
+
 _GPUS_OF_A_NODE: Final = 8
 
 _OURS_ALONE: Final = (

@@ -1,6 +1,6 @@
 """ROLL: the YAML configuration of an agentic pipeline."""
 
-from pearl_rl.exporting.result import Exported, check_batch, copied, held, model_path, yaml_text
+from pearl_rl.exporting.result import AGGREGATION, Exported, check_batch, copied, held, model_path, yaml_text
 from pearl_rl.settings.root import Settings
 
 
@@ -41,16 +41,18 @@ def mapped(settings: Settings) -> Exported:
         ("train.epochs", "ppo_epochs"),
         ("train.max_gradient_norm", "max_grad_norm"),
         ("train.entropy_coefficient", "entropy_loss_coef"),
-        ("train.kl_coefficient", "init_kl_coef"),
+        ("train.kl_coefficient", "kl_loss_coef"),
         ("train.algorithm", "adv_estimator"),
-        ("train.clip_low", "pg_clip"),
+        ("train.clip_low", "pg_clip_low"),
+        ("train.clip_high", "pg_clip_high"),
         ("train.learning_rate", "actor_train.training_args.learning_rate"),
         ("train.weight_decay", "actor_train.training_args.weight_decay"),
         ("train.warmup_updates", "actor_train.training_args.warmup_steps"),
     ]
     copied(out, settings, pairs)
-    if train.clip_high != train.clip_low:
-        out.drop("train.clip_high", f"ROLL clips both sides alike, at train.clip_low = {train.clip_low}")
+    out.put("use_kl_loss", train.kl_coefficient > 0, "train.kl_coefficient")
+    out.put("use_pg_clip_range", True, "train.clip_low", "train.clip_high")
+    out.put("loss_agg_mode", AGGREGATION[train.aggregation], "train.aggregation")
     return out
 
 

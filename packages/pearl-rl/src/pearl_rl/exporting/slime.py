@@ -49,6 +49,11 @@ def mapped(settings: Settings) -> Exported:
     ]
     copied(out, settings, pairs)
     out.put("use-dynamic-batch-size", True, "train.micro_batch_tokens")
+    if train.aggregation == "token_mean":
+        out.put("calculate-per-token-loss", True, "train.aggregation")
+    if train.baseline == "mean":
+        out.put("disable-grpo-std-normalization", True, "train.baseline")
+    out.told.update({"train.aggregation"} | ({"train.baseline"} if train.baseline != "none" else set()))
     if train.kl_coefficient > 0:
         out.put("use-kl-loss", True, "train.kl_coefficient")
         out.put("kl-loss-coef", train.kl_coefficient, "train.kl_coefficient")

@@ -2,7 +2,7 @@
 
 import shlex
 
-from pearl_rl.exporting.result import Exported, check_batch, copied, held, mini_batch, model_path, nodes_of
+from pearl_rl.exporting.result import AGGREGATION, Exported, check_batch, copied, held, mini_batch, model_path, nodes_of
 from pearl_rl.settings.root import Settings
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -65,6 +65,9 @@ def mapped(settings: Settings) -> Exported:
         ("train.checkpoint_every_steps", "trainer.save_freq"),
     ]
     copied(out, settings, pairs)
+    out.put(f"{_ACTOR}.loss_agg_mode", AGGREGATION[train.aggregation], "train.aggregation")
+    if train.baseline != "none":
+        out.put("algorithm.norm_adv_by_std_in_grpo", train.baseline == "mean_std", "train.baseline")
     out.put(f"{_ACTOR}.use_kl_loss", train.kl_coefficient > 0, "train.kl_coefficient")
     out.put(f"{_ACTOR}.kl_loss_coef", train.kl_coefficient, "train.kl_coefficient")
     return out

@@ -1,194 +1,258 @@
 """Launch scripts as data: the arguments of the training command, without running anything.
 
-Understood are assignments, arrays, `${NAME:-default}`, whole-number arithmetic, and line continuations. Whatever
-needs a shell to know (command substitution, loops) becomes `UNKNOWN` and is reported, never guessed.
+Understood are assignments, strings and arrays that grow, `${NAME:-default}`, whole-number arithmetic, and conditions on
+known strings and numbers. Whatever needs a shell to know (command substitution, loops, a condition on either) becomes
+`UNKNOWN` and is reported, never guessed; but for one thing: a device of which only the shell knows the kind is taken
+for a GPU, since PEARL runs on nothing else that scripts ask about.
 """
 
-import ast
 import operator
 import re
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Final
 
-UNKNOWN: Final = "\0unknown"
-"""Stands in an argument for a value that only a shell would know."""
+from pearl_rl.importing.shell_values import UNKNOWN, Values
+from pearl_rl.importing.shell_words import Command, Word, commands
 
-_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_ARRAY = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=\(")
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_SPREAD = re.compile(r"^\$\{([A-Za-z_]\w*)\[[@*]\]\}$")
-_REST: Final = frozenset({"$@", "$*", "${@}", "${*}"})
-_OPERATORS: Final[Mapping[type, Callable[[int, int], int]]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
+__all__ = ["UNKNOWN", "TrainingCommand", "training_command"]
+
+Truth = bool | None
+"""None: not known."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_REDIRECTION = re.compile(r"[\d&]?>.*|<.*", re.DOTALL)
+_DECLARES: Final = frozenset({"export", "local", "readonly", "declare", "typeset"})
+_COMPARISONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
 }
-_DEEPEST: Final = 20
+_DEVICES: Final = {"gpu": True, "cuda": True, "npu": False, "ascend": False, "amd": False, "rocm": False}
 
 
-def command_arguments(text: str, entry: re.Pattern[str]) -> list[str]:
-    """The words after the first word that `entry` matches, in the last command that has one; arrays spread.
+@dataclass(frozen=True, slots=True)
+class TrainingCommand:
+    """The last command of a script that starts training."""
 
-    An empty list where no command does.
-    """
+    entry: str
+    """Its word that says so: a module or a file. Empty where no command does."""
+    arguments: tuple[str, ...]
+    """The words behind it, arrays spread; redirections are left out."""
+
+
+def training_command(text: str, entry: re.Pattern[str]) -> TrainingCommand:
+    """The last command with a word that `entry` matches."""
     reader = _Reader()
-    found: list[str] = []
-    for line in logical_lines(text):
-        words = reader.line(line)
-        for index, word in enumerate(words):
-            if entry.search(word):
-                found = words[index + 1 :]
-                break
+    found = TrainingCommand("", ())
+    for command in commands(text):
+        words = [word for word in reader.take(command) if not _REDIRECTION.fullmatch(word)]
+        index = next((index for index, word in enumerate(words) if entry.search(word)), None)
+        if index is not None:
+            found = TrainingCommand(words[index], tuple(words[index + 1 :]))
     return found
 
 
-def logical_lines(text: str) -> list[str]:
-    """Lines without comments, continued ones and arrays joined."""
-    lines: list[str] = []
-    pending = ""
-    for raw in text.splitlines():
-        line = _without_comment(raw).rstrip()
-        pending = (pending + " " + line.removesuffix("\\")).strip()
-        array = _ARRAY.match(pending)
-        if array and _closing(pending, array.end() - 1, "()") == len(pending):
-            continue
-        if not line.endswith("\\"):
-            lines.append(pending)
-            pending = ""
-    return [line for line in (*lines, pending) if line]
+@dataclass(slots=True)
+class _Block:
+    """An `if`, `case`, loop, function or group that is open."""
 
+    closed_by: str
+    runs: Truth
+    """Whether its present branch does."""
+    asks: bool = False
+    """Before `then`, or where a pattern of a `case` is expected: there is no branch yet."""
+    earlier: Truth = False
+    """Whether a branch before the present one ran."""
+    met: Truth = False
+    """Whether one of the patterns of the branch to come fits."""
+    subject: str = ""
+    """What a `case` compares."""
+    before: Truth = True
+    joined: str = ""
+    """Outcome of the command before it, and what joins it to that."""
 
-def _without_comment(line: str) -> str:
-    """The line up to a `#` that begins a word outside quotes."""
-    quote = ""
-    for index, char in enumerate(line):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char == "#" and (index == 0 or line[index - 1].isspace()):
-            return line[:index]
-    return line
+    def open_branch(self, met: Truth) -> None:
+        """The next branch begins; it runs where its condition is met and none before it ran."""
+        self.runs = _all((met, _not(self.earlier)))
+        self.earlier = _any((self.earlier, met))
+        self.asks = False
 
 
 class _Reader:
-    """Variables and arrays as far as they are known."""
+    """Follows assignments and branches; knows of each command whether it runs."""
 
     def __init__(self) -> None:
-        self._variables: dict[str, str] = {}
-        self._arrays: dict[str, list[str]] = {}
+        self._values = Values()
+        self._blocks: list[_Block] = []
+        self._outcome: Truth = True
+        self._joined = ""
+        self._function = False
 
-    def line(self, line: str) -> list[str]:
-        """Take an assignment in, or return the command's words."""
-        line = _join_arithmetic(line)
-        array = _ARRAY.match(line)
-        if array:
-            body = line[array.end() :].rstrip().removesuffix(")")
-            self._arrays[array[1]] = self._words(body)
-            return []
-        words = self._words(line)
-        assignment = _ASSIGNMENT.fullmatch(line)
-        if assignment and len(_split(line)) == (2 if line.startswith(("export ", "local ", "readonly ")) else 1):
-            value = words[-1].split("=", 1)
-            self._variables[assignment[1]] = value[1] if len(value) == 2 else ""
+    def take(self, command: Command) -> list[str]:
+        """Take an assignment or a keyword in, or return the words of a command that runs or perhaps does."""
+        joined, self._joined = self._joined, command.end
+        words = [] if command.array else self._after_keywords(command, joined)
+        if command.array:
+            runs = self._runs(joined)
+            if runs is not False:
+                listed = self._values.words(command.words)
+                self._values.extend(command.array, listed, append=command.append, perhaps=runs is None)
+        taken = self._simple(words, joined) if words else []
+        if command.end == ";;" and self._blocks and self._blocks[-1].closed_by == "esac":
+            self._blocks[-1].asks, self._blocks[-1].met = True, False
+        return taken
+
+    def _runs(self, joined: str) -> Truth:
+        """Whether a command here runs: by the blocks around it, and by the one that `&&` or `||` joins it to."""
+        runs = _all(block.runs for block in self._blocks if not block.asks)
+        if joined == "&&":
+            return _all((runs, self._outcome))
+        return _all((runs, _not(self._outcome))) if joined == "||" else runs
+
+    def _after_keywords(self, command: Command, joined: str) -> Sequence[Word]:
+        """The words behind keywords and patterns, which are taken in; empty where that is all."""
+        words: Sequence[Word] = command.words
+        while words:
+            taken = self._pattern(words[0], command.end) or self._opens(words, joined) or self._goes_on(words[0])
+            if not taken:
+                break
+            words = words[taken:]
+        if command.end == "(" and len(words) == 1:
+            # A function: nobody here follows who calls it.
+            self._function = True
             return []
         return words
 
-    def _words(self, text: str) -> list[str]:
-        words: list[str] = []
-        for word in _split(text):
-            if word in _REST:
-                # What the script itself is given: nothing, where it is run as it stands.
-                continue
-            spread = _SPREAD.match(word)
-            if spread:
-                words += self._arrays.get(spread[1], [])
-            else:
-                words.append(self._expand(word))
-        return words
+    def _opens(self, words: Sequence[Word], joined: str) -> int:
+        """How many words open a block; 0 where the first does not."""
+        match _bare(words[0]):
+            case "if":
+                self._blocks.append(_Block("fi", None, asks=True))
+            case "while" | "until":
+                self._blocks.append(_Block("done", None))
+            case "for" | "select":
+                self._blocks.append(_Block("done", None))
+                return len(words)
+            case "case" if len(words) > 1:
+                self._blocks.append(_Block("esac", False, asks=True, subject=self._values.value(words[1])))
+                return 2
+            case "{":
+                runs = None if self._function else self._runs(joined)
+                self._blocks.append(_Block("}", runs, before=self._outcome, joined=joined))
+                self._function = False
+            case _:
+                return 0
+        return 1
 
-    def _expand(self, word: str, depth: int = 0) -> str:
-        out, at = "", 0
-        while at < len(word):
-            if word[at] != "$":
-                # A backquote runs a command.
-                out += UNKNOWN if word[at] == "`" else word[at]
-                at += 1
-                continue
-            value, at = self._dollar(word, at, depth)
-            out += value
-        return out
+    def _goes_on(self, word: Word) -> int:
+        """1 where the word closes the innermost block or begins another branch of it."""
+        keyword = _bare(word)
+        block = self._blocks[-1] if self._blocks else None
+        if block and keyword == block.closed_by:
+            self._blocks.pop()
+            outcome = self._outcome if keyword == "}" else None
+            self._outcome = _chained(block.joined, block.before, outcome)
+        elif block and block.closed_by == "fi" and keyword in ("then", "elif", "else"):
+            block.asks = keyword == "elif"
+            if not block.asks:
+                block.open_branch(self._outcome if keyword == "then" else True)
+        else:
+            return int(keyword in ("do", "time"))
+        return 1
 
-    def _dollar(self, word: str, at: int, depth: int) -> tuple[str, int]:
-        """The value of what begins with `$` at `at`, and where it ends."""
-        if depth > _DEEPEST:
-            return UNKNOWN, len(word)
-        if word.startswith("$((", at):
-            end = _closing(word, at + 2, "()")
-            return self._arithmetic(word[at + 3 : end]), end + 2
-        if word.startswith("$(", at):
-            return UNKNOWN, len(word)
-        if word.startswith("${", at):
-            end = _closing(word, at + 1, "{}")
-            return self._parameter(word[at + 2 : end], depth), end + 1
-        name = _NAME.match(word, at + 1)
-        if name is None:
-            return ("$", at + 1) if at + 1 == len(word) else (UNKNOWN, at + 2)
-        return self._variables.get(name[0], UNKNOWN), name.end()
+    def _pattern(self, word: Word, end: str) -> int:
+        """1 where the word is a pattern of a `case`, or the `in` before them."""
+        block = self._blocks[-1] if self._blocks else None
+        if block is None or not (block.asks and block.closed_by == "esac") or _bare(word) == "esac":
+            return 0
+        if _bare(word) != "in":
+            block.met = _any((block.met, _fits(block.subject, self._values.value(word))))
+            if end == ")":
+                block.open_branch(block.met)
+        return 1
 
-    def _parameter(self, text: str, depth: int) -> str:
-        name, dash, default = text.partition(":-")
-        if not dash:
-            name, dash, default = text.partition("-") if _NAME.match(text) else (text, "", "")
-        known = self._variables.get(name)
-        if known is not None and not (dash and known == ""):
-            return known
-        return self._expand(default.strip("\"'"), depth + 1) if dash else UNKNOWN
+    def _simple(self, words: Sequence[Word], joined: str) -> list[str]:
+        runs = self._runs(joined)
+        negated = _bare(words[0]) == "!"
+        words = words[negated:]
+        if words and _bare(words[0]) in ("[", "[[", "test"):
+            outcome = _tested([self._values.value(word) for word in words[1:] if _bare(word) not in ("]", "]]")])
+        elif runs is not False and self._assigns(words, perhaps=runs is None):
+            outcome = True
+        else:
+            outcome = None
+        self._outcome = _chained(joined, self._outcome, _not(outcome) if negated else outcome)
+        return [] if runs is False else self._values.words(words)
 
-    def _arithmetic(self, text: str) -> str:
-        bare = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: self._variables.get(m[1], "unknown"), text)
-        try:
-            return str(_whole(ast.parse(bare.strip().replace("/", "//"), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return UNKNOWN
-
-
-def _whole(node: ast.expr) -> int:
-    """The value of whole-number arithmetic. Raises `ValueError` for anything else."""
-    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 10**15:
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        value = _OPERATORS[type(node.op)](_whole(node.left), _whole(node.right))
-        if abs(value) < 10**15:
-            return value
-    raise ValueError("no whole-number arithmetic")
-
-
-def _closing(text: str, at: int, pair: str) -> int:
-    """Where the bracket that opens at `at` is closed; the end of the text where it is not."""
-    depth = 0
-    for index in range(at, len(text)):
-        depth += (text[index] == pair[0]) - (text[index] == pair[1])
-        if depth == 0:
-            return index
-    return len(text)
+    def _assigns(self, words: Sequence[Word], *, perhaps: bool) -> bool:
+        """Take `NAME=value …` in. False where it is a command, which keeps such to itself."""
+        if words and _bare(words[0]) in _DECLARES:
+            words = [word for word in words[1:] if _ASSIGNMENT.match(word[0].text)]
+        found = [_ASSIGNMENT.match(word[0].text) for word in words]
+        if not found or None in found:
+            return False
+        for word, match in zip(words, found, strict=True):
+            assert match is not None
+            value = self._values.value(word)[match.end() :]
+            self._values.set(match[1], value, append=bool(match[2]), perhaps=perhaps)
+        return True
 
 
-def _join_arithmetic(text: str) -> str:
-    """`$((…))` without blanks, so that it stays one word."""
-    out, at = "", 0
-    while (begin := text.find("$((", at)) >= 0:
-        end = _closing(text, begin + 1, "()")
-        out += text[at:begin] + "".join(text[begin:end].split())
-        at = end
-    return out + text[at:]
+def _bare(word: Word) -> str:
+    """A word without quotes, which alone can be a keyword; empty for any other."""
+    return word[0].text if len(word) == 1 and word[0].splits else ""
 
 
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:
-        # An unbalanced quote: part of a construct that this reader does not know.
-        return []
+def _tested(words: Sequence[str]) -> Truth:
+    """What `[ … ]` says."""
+    match words:
+        case ["!", *rest]:
+            return _not(_tested(rest))
+        case ["-n" | "-z" as kind, value]:
+            return None if UNKNOWN in value else (value == "") == (kind == "-z")
+        case [one, "=" | "==", other]:
+            return _fits(one, other)
+        case [one, "!=", other]:
+            return _not(_fits(one, other))
+        case [one, comparison, other] if comparison in _COMPARISONS and _is_whole(one) and _is_whole(other):
+            return _COMPARISONS[comparison](int(one), int(other))
+        case _:
+            return None
+
+
+def _is_whole(text: str) -> bool:
+    return re.fullmatch(r"-?\d{1,18}", text) is not None
+
+
+def _fits(value: str, pattern: str) -> Truth:
+    if UNKNOWN not in value + pattern:
+        return value == pattern or fnmatchcase(value, pattern)
+    if pattern == "*":
+        return True
+    return _DEVICES.get(pattern) if value == UNKNOWN else _DEVICES.get(value) if pattern == UNKNOWN else None
+
+
+def _chained(joined: str, before: Truth, outcome: Truth) -> Truth:
+    """Outcome of what `joined` joins to what came before."""
+    if joined == "&&":
+        return _all((before, outcome))
+    return _any((before, outcome)) if joined == "||" else outcome
+
+
+def _not(truth: Truth) -> Truth:
+    return None if truth is None else not truth
+
+
+def _all(truths: Iterable[Truth]) -> Truth:
+    found = list(truths)
+    return False if False in found else None if None in found else True
+
+
+def _any(truths: Iterable[Truth]) -> Truth:
+    found = list(truths)
+    return True if True in found else None if None in found else False
