@@ -348,6 +348,18 @@ def test_filters_and_counts_agree() -> None:
     assert table.configuration == Configuration(prefill=1, decode=1)
 
 
+def test_what_was_read_of_a_table_is_never_said_of_the_next_one() -> None:
+    table = activate(mixed_table(), 0, 1, 6)
+    assert (table.active(), table.where(cordoned=True), table.where(cordoned=False)[:2]) == ((0, 1), (), (0, 1))
+    fenced = table.update([replace(table.rows[WorkerId(1)], cordoned=True)])
+    gone = fenced.move([WorkerId(0), WorkerId(1)], Lifecycle.DRAINING)
+    assert (fenced.where(cordoned=True), gone.where(cordoned=True)) == ((1,), (1,))
+    assert (table.active(), fenced.active(), gone.active()) == ((0, 1), (0, 1), ())
+    assert table.where(Lifecycle.DRAINING) == ()
+    assert gone.where(Lifecycle.DRAINING) == (0, 1)
+    assert table == replace(table), "what was read is no part of its value"
+
+
 def test_a_table_that_mixes_both_modes_has_no_configuration() -> None:
     with pytest.raises(ConfigurationError, match="mixes colocated"):
         activate(activate(mixed_table(), 0, 1), 2).configuration  # noqa: B018

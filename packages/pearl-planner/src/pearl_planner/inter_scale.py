@@ -88,14 +88,9 @@ def release_unwanted(state: ElasticState) -> Step:
     if effects:
         state = replace(state, groups=groups)
     busy = busy_or_withdrawn(state)
-    leaving = [
-        row
-        for row in state.table.rows.values()
-        if row.role is not Role.TRAINING
-        and row.lifecycle in (Lifecycle.ACTIVE, Lifecycle.PENDING_WEIGHTS)
-        and row.id not in want
-        and row.id not in busy
-    ]
+    up = state.table.where(Lifecycle.ACTIVE, Lifecycle.PENDING_WEIGHTS)
+    idle = (state.table.rows[id_] for id_ in up if id_ not in want and id_ not in busy)
+    leaving = [row for row in idle if row.role is not Role.TRAINING]
     for deadline in sorted({_deadline(row) for row in leaving}):
         ids = frozenset(row.id for row in leaving if _deadline(row) == deadline)
         state, more = remove(state, ids, None if deadline == float("inf") else deadline)

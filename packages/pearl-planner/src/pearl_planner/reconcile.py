@@ -33,9 +33,10 @@ def rows(state: ElasticState, ids: frozenset[WorkerId] | tuple[WorkerId, ...]) -
 
 def wanted(state: ElasticState) -> frozenset[WorkerId]:
     """Workers that may serve now: dedicated ones we hold, and overlap ones while training GPUs are lent."""
-    overlap = state.table.where(zone=Zone.OVERLAP) if not state.training_wanted else ()
-    ids = state.available | {id_ for id_ in overlap if state.table.rows[id_].role is not Role.TRAINING}
-    return frozenset(id_ for id_ in ids if not state.table.rows[id_].cordoned)
+    table, ids = state.table, state.available
+    if not state.training_wanted:
+        ids = ids.union(table.where(zone=Zone.OVERLAP)).difference(table.training())
+    return ids.difference(table.where(cordoned=True))
 
 
 def standby(state: ElasticState) -> frozenset[WorkerId]:

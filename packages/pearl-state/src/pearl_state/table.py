@@ -18,7 +18,8 @@ Invariants (the names that `InvariantError.invariant` carries):
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from functools import cached_property
+from typing import Any, Final
 
 from pearl_state.configuration import Configuration
 from pearl_state.errors import IllegalTransitionError, InvariantError
@@ -31,9 +32,12 @@ _ACTIVE_INDEX: Final = {Role.PREFILL: 0, Role.DECODE: 1, Role.COLOCATED: 2}
 _LOSES_MEMORY: Final = frozenset({Lifecycle.VACANT, Lifecycle.RELEASED, Lifecycle.RETIRED})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerTable:
-    """One immutable snapshot of all workers. Build it with `bind`; change it with `update`."""
+    """One immutable snapshot of all workers. Build it with `bind`; change it with `update`.
+
+    Most events leave the table as it is, and each is answered by looking at all of it: what was read once is kept.
+    """
 
     rows: Mapping[WorkerId, Worker] = field(default_factory=dict[WorkerId, Worker])
     version: int = 0
@@ -51,13 +55,21 @@ class WorkerTable:
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _read(self) -> dict[Any, tuple[WorkerId, ...]]:
+        """Answers that were given before, by what was asked."""
+        return {}
+
     def active(self, *roles: Role) -> tuple[WorkerId, ...]:
         """Ids of active rollout workers (the set W), in slot order; only those of `roles` where any are given."""
-        return tuple(
+        if (known := self._read.get(roles)) is not None:
+            return known
+        found = self._read[roles] = tuple(
             w.id
             for w in self.rows.values()
             if w.lifecycle is _ACTIVE and w.role is not Role.TRAINING and (not roles or w.role in roles)
         )
+        return found
 
     def where(
         self,
@@ -65,16 +77,22 @@ class WorkerTable:
         zone: Zone | None = None,
         role: Role | None = None,
         tenure: Tenure | None = None,
+        cordoned: bool | None = None,
     ) -> tuple[WorkerId, ...]:
         """Ids of the workers in one of `lifecycles` (any where none is given) that match all filters, in slot order."""
-        return tuple(
+        asked = (lifecycles, zone, role, tenure, cordoned)
+        if (known := self._read.get(asked)) is not None:
+            return known
+        found = self._read[asked] = tuple(
             w.id
             for w in self.rows.values()
             if (not lifecycles or w.lifecycle in lifecycles)
             and (zone is None or w.zone is zone)
             and (role is None or w.role is role)
             and (tenure is None or w.tenure is tenure)
+            and (cordoned is None or w.cordoned is cordoned)
         )
+        return found
 
     def rollout(self) -> tuple[WorkerId, ...]:
         """Ids of all rollout workers, in slot order."""
@@ -82,7 +100,7 @@ class WorkerTable:
 
     def training(self) -> tuple[WorkerId, ...]:
         """Ids of all training workers, in slot order."""
-        return tuple(w.id for w in self.rows.values() if w.role is Role.TRAINING)
+        return self.where(role=Role.TRAINING)
 
     @property
     def configuration(self) -> Configuration:
