@@ -1,6 +1,6 @@
 """How many events a second the journal makes durable, and how fast a long journal is recovered.
 
-python integration/benchmarks/bench_journal.py [--records 1000000] [--derive] [--folder DIR]
+python integration/benchmarks/bench_journal.py [--records 1000000] [--kind run|events] [--derive] [--folder DIR]
 """
 
 import argparse
@@ -9,6 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from pearl_executor.ports import Finish
@@ -16,7 +17,7 @@ from pearl_planner.elastic import ElasticSettings, ElasticState, initial_state
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_rl.journal.journal import Journal
-from pearl_rl.journal.run_journal import RunJournal, recover
+from pearl_rl.journal.run_journal import SNAPSHOT_EVERY, RunJournal, recover
 from pearl_rl.journal.storage import FolderStorage
 from pearl_rl.rollout.calls import TurnResult
 from pearl_rl.rollout.ledger import (
@@ -255,6 +256,20 @@ def long_journal(folder: Path, count: int, *, rollout: bool) -> tuple[float, int
     return time.perf_counter() - began, writer.records, writer.events
 
 
+def costly_tail(folder: Path, workers: int) -> None:
+    """Write a journal that ends just before its next snapshot, of the events that take longest: each is decided on."""
+    writer = Writer(folder, rollout=False)
+    gpus = frozenset(GpuId(2 + i) for i in range(workers))
+    writer.post(GpusOffered(now_s=0.0, gpus=gpus, tenure=Tenure.RESERVED))
+    writer.post(RolloutBegan(now_s=0.0, step=1, batch=BATCH))
+    state = start()
+    loads = [state.workload, replace(state.workload, turns=12, response_tokens=400)]
+    while writer.records < SNAPSHOT_EVERY - 1:
+        loads.reverse()
+        writer.post(ProfileRefitted(now_s=0.0, workload=loads[0], platform=state.platform, calibrated=True))
+    writer.close()
+
+
 def derived(folder: Path, *, since: int | None) -> tuple[float, int]:
     """Seconds that it takes to be back, and how many records were read."""
     began = time.perf_counter()
@@ -265,6 +280,7 @@ def derived(folder: Path, *, since: int | None) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=1_000_000, help="of each long journal")
+    parser.add_argument("--kind", choices=("run", "events"), help="only this long journal; default: both")
     parser.add_argument("--derive", action="store_true", help="also derive them again from their first records")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     options = parser.parse_args()
@@ -273,7 +289,12 @@ def main() -> None:
         for together in (1, 16, 256):
             rate = asyncio.run(durable(folder / f"rate{together}", 200 * together, together=together))
             print(f"{rate:10,.0f} durable events/s, {together} callers wait at a time")
-        for name, rollout in (("a run's records", True), ("control events alone", False)):
+        for workers in (4, 16, 64):
+            costly_tail(folder / f"tail{workers}", workers)
+            took_s, read = derived(folder / f"tail{workers}", since=None)
+            print(f"{took_s:10.2f} s to be back where {read} records follow the snapshot, {workers} workers replanned")
+        kinds = {"run": ("a run's records", True), "events": ("control events alone", False)}
+        for name, rollout in kinds.values() if options.kind is None else (kinds[options.kind],):
             long = folder / name.replace(" ", "-")
             took_s, count, events = long_journal(long, options.records, rollout=rollout)
             size = sum(file.stat().st_size for file in long.iterdir())
