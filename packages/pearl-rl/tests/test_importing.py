@@ -228,7 +228,7 @@ def test_the_model_is_a_folder_that_exists_or_the_one_given(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("framework", "name", "text", "says"),
     [
-        ("verl", "run.sh", "echo hello\n", "holds no training command of verl"),
+        ("verl", "run.sh", "echo hello\n", "holds no command that starts reinforcement learning with verl"),
         ("roll", "job.sh", ROLL, "configured by YAML"),
         ("roll", "job.yaml", "a: [1", "not valid YAML"),
         ("roll", "job.yaml", "- 1\n", "holds no YAML mapping"),
@@ -271,6 +271,146 @@ def test_what_a_script_is_given_belongs_to_no_flag() -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ('X="a b"\npython train.py $X "$X" \'$X\'', ["a", "b", "a b", "$X"]),
+        ('X="--a 1 \\\n --b=\\"2\\""\npython train.py $X', ["--a", "1", "--b=\"2\""]),
+        ("A=(--x 1)\nA+=(--y 2)\npython train.py ${A[@]} --z", ["--x", "1", "--y", "2", "--z"]),
+        ("A=(python -m)\nB=1 ${A[@]} train.py --x $B", ["--x", UNKNOWN]),
+        ("python train.py --a 1 2>&1 | tee log --b", ["--a", "1"]),
+        ("cat <<EOF\npython train.py --a 1\nEOF\npython train.py --b $((2 * (3 + 1) % 5))", ["--b", "3"]),
+        ("N=4\nif [ $N -gt 2 ]; then M=1; else M=2; fi\npython train.py $M", ["1"]),
+        ("N=\nif [ -n \"$N\" ]; then M=1; elif [ 1 = 1 ]; then M=2; else M=3; fi\npython train.py $M", ["2"]),
+        ("M=1\n[ a = b ] && M=2\n[ a != b ] || M=3\npython train.py $M", ["1"]),
+        ("if [ a = a ] && { [ b = c ] || [ d = d ]; }; then M=1; fi\npython train.py $M", ["1"]),
+        ("M=1\nif grep -q x /y; then M=2; fi\nfor i in 1 2; do K=$i; done\npython train.py $M $K", [UNKNOWN] * 2),
+        ("M=5\nif grep -q x /y; then M=5; fi\npython train.py $M", ["5"]),
+        ("A=(--x 1)\nif grep -q x /y; then\nA+=(--y=2 3)\nfi\npython train.py ${A[@]}",
+         ["--x", "1", f"--y={UNKNOWN}", UNKNOWN]),
+        ("B=fsdp\ncase $B in\n mega*) X=1 ;;\n fsdp|fsdp2) X=2 ;;\n *) X=3 ;;\nesac\npython train.py $X", ["2"]),
+        ("D=${D:-$(python -c x)}\nN=8\nif [ \"$D\" = npu ]; then N=16; fi\npython train.py $N", ["8"]),
+        ("D=$(x)\ncase $D in gpu) N=8 ;; npu) N=16 ;; esac\npython train.py $N", ["8"]),
+        ("f() {\n N=3\n}\npython train.py ${N:-4}", [UNKNOWN]),
+        (": ${N:=3}\npython train.py $N ${M:+x} ${N:+y}", ["3", "", "y"]),
+        ("python train.py --a '{\"b\": \"$C\"}'", ["--a", '{"b": "$C"}']),
+    ],
+)  # fmt: skip
+def test_a_script_is_read_as_its_shell_would(script: str, arguments: list[str]) -> None:
+    found = [word for word in training_command(script, re.compile(r"^train\.py$")).arguments if word]
+    assert found == [word for word in arguments if word]
+
+
+def test_a_value_that_grows_without_end_does_not() -> None:
+    words = training_command("X=aaaaaaaa\n" + "X=$X$X\n" * 60 + "python train.py $X", re.compile("train")).arguments
+    assert UNKNOWN in words[0]
+    assert len(words[0]) < 100_000
+
+
+def test_what_a_framework_would_take_itself_stands_where_a_key_is_missing() -> None:
+    texts = {
+        "verl": (verl.overrides, verl.read, "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=sglang"),
+        "slime": (
+            slime.flags,
+            slime.read,
+            "python train.py --rollout-batch-size 4 --n-samples-per-prompt 2 --colocate",
+        ),
+    }
+    found = {name: read(flags(text), None) for name, (flags, read, text) in texts.items()}
+    found["roll"] = roll.read({"rollout_batch_size": 64}, None)
+    found["areal"] = areal.read({"gconfig.n_samples": 4, "train_dataset.batch_size": 2}, None)
+    rates = {name: each.settings["train.learning_rate"] for name, each in found.items()}
+    assert rates == {"verl": 1e-6, "slime": 1e-6, "roll": 5e-5, "areal": 1e-3}
+    assert found["verl"].origins["train.learning_rate"] == "actor_rollout_ref.actor.optim.lr: verl's default"
+    assert found["verl"].settings["train.groups_per_step"] == 1024
+    # Rollout and training take turns in all of them.
+    assert {each.settings["train.max_staleness_versions"] for each in found.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    ("script", "versions"),
+    [
+        ("python -m verl.trainer.main_ppo a.b=1", 0),
+        ("python -m verl.experimental.one_step_off_policy.main_ppo a.b=1", 1),
+        ("python -m verl.trainer.main_ppo trainer.v1.trainer_mode=separate_async", 1),
+        ("python -m verl.experimental.fully_async_policy.fully_async_main async_training.staleness_threshold=2.5", 3),
+    ],
+)
+def test_staleness_follows_from_what_the_script_starts(script: str, versions: int) -> None:
+    assert verl.read(verl.overrides(script), None).settings["train.max_staleness_versions"] == versions
+
+
+def test_replicas_of_a_layout_are_as_many_as_there_is_room_for() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    text = (
+        f"python -m verl.trainer.main_ppo {rollout}.disaggregation.enabled=True {rollout}.nnodes=3 "
+        f"{rollout}.disaggregation.decode_replicas=3 {rollout}.n_gpus_per_node=8 {rollout}.data_parallel_size=2 "
+        f"{rollout}.tensor_model_parallel_size=1 {rollout}.gpu_memory_utilization=0.6 {rollout}.max_num_seqs=128"
+    )
+    found = verl.read(verl.overrides(text), None).settings
+    assert (found["planner.configuration"], found["cluster.gpus_per_worker"]) == ("3P9D", 2)
+    assert (found["engine.sglang.memory_fraction"], found["engine.max_running"]) == (0.6, 128)
+
+
+def test_a_value_only_a_shell_knows_is_named_with_what_to_set_instead() -> None:
+    found = slime.read(
+        slime.flags("python train.py --lr $(cat lr) --rollout-batch-size 4 --n-samples-per-prompt 2"), None
+    )
+    assert "train.learning_rate" not in found.settings
+    assert any(line.startswith("lr: ") and "set train.learning_rate by hand" in line for line in found.unsupported)
+
+
+def test_a_value_beyond_ours_becomes_the_nearest_and_is_named() -> None:
+    found = verl.read({"actor_rollout_ref.actor.clip_ratio_low": 10}, None)
+    assert found.settings["train.clip_low"] == 1
+    assert any("10 is beyond what train.clip_low may be; 1 is used" in line for line in found.unsupported)
+
+
+def test_fine_tuning_is_no_training_of_ours_and_another_configuration_is_named() -> None:
+    assert verl.overrides("torchrun -m verl.trainer.sft_trainer data.train_batch_size=96") == {}
+    found = verl.read(verl.overrides("python -m verl.trainer.main_ppo --config-name='my_agents' a.b=1"), None)
+    assert any(line.startswith("(--config-name): 'my_agents' is another file") for line in found.unsupported)
+    assert "rollout.max_turns" not in found.settings
+
+
+def test_updates_of_a_step_are_counted_from_rows_and_ranks_of_roll() -> None:
+    flat = read_yaml(ROLL, Path("x")) | {
+        "actor_train.training_args.per_device_train_batch_size": 2,
+        "actor_train.training_args.gradient_accumulation_steps": 8,
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2,
+        "use_pg_clip_range": True,
+        "pg_clip_high": 0.28,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.02,
+        "init_kl_coef": 0.2,
+    }
+    found = roll.read(flat, None)
+    # 128 trajectories over 2 × 8 rows on each of 4 / 2 ranks.
+    assert found.settings["train.minibatches"] == 4
+    assert (found.settings["train.clip_low"], found.settings["train.clip_high"]) == (0.2, 0.28)
+    # The KL of the loss, not that of the reward.
+    assert found.settings["train.kl_coefficient"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        ("sglang:d4t8", (32, 8)),
+        ("megatron:(attn:d1p12t4|ffn:d1p12e4)", (48, 48)),
+        ("fsdp:d7p1t1", (7, 1)),
+        ("d2p1t1c2", (4, 1)),
+        ("", (0, 1)),
+    ],
+)
+def test_a_backend_of_areal_is_a_number_of_gpus(backend: str, size: tuple[int, int]) -> None:
+    assert areal.parallelism(backend) == size
+
+
+def test_an_allocation_of_areal_says_what_serves_and_what_trains() -> None:
+    assert areal.pools("sglang:d2t2+megatron:(attn:d1t2|ffn:d1e2)") == ("sglang:d2t2", "megatron:(attn:d1t2|ffn:d1e2)")
+    assert areal.pools("d8") == ("", "d8")
+
+
+@pytest.mark.parametrize(
     ("value", "gpus"),
     [
         ("list(range(0,3))", [0, 1, 2]),
@@ -286,6 +426,15 @@ def test_device_mappings_are_read_not_evaluated(value: object, gpus: list[int] |
     assert devices(value) == gpus
 
 
+def test_selections_take_what_is_there_or_their_default(tmp_path: Path) -> None:
+    text = (
+        "a: {b: 7}\nc: ${oc.select:a.b,1}\nd: ${oc.select:a.x, 3}\ne: ${oc.select:a.x,null}\nf: ${oc.env:HOME,/h}\n"
+        "g: ${oc.env:HOME}\n"
+    )
+    flat = read_yaml(text, tmp_path)
+    assert (flat["c"], flat["d"], flat["e"], flat["f"], flat["g"]) == (7, "3", None, "/h", "${oc.env:HOME}")
+
+
 def test_references_are_followed_and_circles_end(tmp_path: Path) -> None:
     flat = read_yaml("a: ${b}\nb: ${a}\nc: ${d.e}x\nd: {e: 5}\nf: ${d.e}\n", tmp_path)
     assert flat["c"] == "5x"
@@ -294,8 +443,10 @@ def test_references_are_followed_and_circles_end(tmp_path: Path) -> None:
 
 
 _WORDS = st.sampled_from(
-    ["$", "${", "}", "$((", "))", "(", ")", "\\", "\n", '"', "'", "#", "A=", "A", "+", "1", " ", "X=("]
-)
+    ["$", "${", "}", "$((", "))", "(", ")", "\\", "\n", '"', "'", "#", "A=", "A", "+", "1", " ", "X=(", "X+=(", "if ",
+     "; then", "elif ", "else ", " fi", "case A in", "*)", ";;", " esac", "[ ", " ]", "=", "&&", "||", "{ ", "; }",
+     "<<E", "E\n", "`", "for ", "do ", "done"]
+)  # fmt: skip
 
 
 @settings(max_examples=200, deadline=None)

@@ -34,6 +34,8 @@ NO_COUNTERPART: Final = {
     "econfig.": _ENVIRONMENT,
     "workflow": _ENVIRONMENT,
     "eval_workflow": _ENVIRONMENT,
+    "agent_run_args.": _ENVIRONMENT,
+    "export_style": _ENVIRONMENT,
     "train_dataset.": "tasks come from the environment: environment.name and environment.args",
     "valid_dataset.": "PEARL evaluates as it rolls out: evaluation.every_versions",
     "evaluator.": "PEARL evaluates as it rolls out: evaluation.every_versions",

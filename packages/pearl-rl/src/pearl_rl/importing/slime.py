@@ -53,7 +53,7 @@ NO_COUNTERPART: Final = {
     "rollout-shuffle": _TASKS,
     "num-epoch": "PEARL counts steps: run.steps",
     "custom-": "code of one's own goes into an environment: environment.name",
-    "rollout-function-path": "code of one's own goes into an environment: environment.name",
+    "rollout-function-path": "PEARL rolls out by itself; code of one's own goes into an environment: environment.name",
     "rm-": "rewards come from the environment: environment.name and environment.args",
     "reward-key": "rewards come from the environment: environment.name and environment.args",
     "rollout-top-k": "PEARL samples by temperature and rollout.top_p",

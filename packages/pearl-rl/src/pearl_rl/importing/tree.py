@@ -13,6 +13,7 @@ Flat = dict[str, Any]
 """Dotted key → value; lists of plain values stay lists."""
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_SELECTION = re.compile(r"\$\{oc\.(select|env):\s*([\w.]+)\s*(?:,\s*([^${},]*?)\s*)?\}")
 _RANGE = re.compile(r"list\(range\((\d+)(?:\s*,\s*(\d+))?\)\)")
 _LARGEST_FILE: Final = 4 * 1024 * 1024
 _DEEPEST: Final = 30
@@ -53,9 +54,18 @@ def _flatten(tree: Mapping[Any, Any], prefix: str, flat: Flat, depth: int) -> No
 
 
 def resolve(flat: Flat, value: Any, depth: int = 0) -> Any:
-    """Follow `${a.b}`; what refers to nothing known stays as it is."""
+    """Follow `${a.b}`, and `${oc.select:a.b,x}` or else its `x`; what refers to nothing known stays as it is.
+
+    Of `${oc.env:NAME,x}` only `x` is taken: the environment here is not the one of the job.
+    """
     if not isinstance(value, str) or "${" not in value or depth > _DEEPEST:
         return value
+    selection = _SELECTION.fullmatch(value)
+    if selection:
+        kind, name, other = selection.groups()
+        if kind == "select" and flat.get(name) is not None:
+            return resolve(flat, flat[name], depth + 1)
+        return value if other is None else None if other in ("null", "") else other
     whole = _REFERENCE.fullmatch(value)
     if whole:
         return resolve(flat, flat[whole[1]], depth + 1) if whole[1] in flat else value

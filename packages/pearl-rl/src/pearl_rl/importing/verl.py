@@ -28,7 +28,9 @@ _ACTOR = "actor_rollout_ref.actor"
 _V1 = "trainer.v1"
 _SWITCH = f"{_V1}.separate_async.hybrid_rollout"
 _MODULE = "(entry)"
-"""Key of ours for the module that the script starts, which says how rollout and training are laid out."""
+_CONFIG = "(--config-name)"
+"""Keys of ours for the module that the script starts, and for the configuration that it starts from."""
+_OWN_CONFIGS = re.compile(r"(ppo|fully_async_ppo|one_step_off_ppo)(_[a-z]+)?_trainer")
 
 NO_COUNTERPART: Final = {
     "async_training.dynamic_schedule": "PEARL decides by its own gate, eq. (7)",
@@ -82,6 +84,11 @@ NO_COUNTERPART: Final = {
     "trainer.": "a detail of verl's trainer",
     "rollout.": "PEARL counts steps: run.steps",
     "ray_kwargs.": "see cluster.ray",
+    "actor_rollout_ref.nccl_timeout": "see limits.training",
+    "model_engine": "PEARL trains with FSDP2",
+    "distillation.": "PEARL trains with grpo",
+    "global_profiler.": "see telemetry",
+    "transfer_queue.": "PEARL moves trajectories by itself",
     "hydra": "Hydra's own",
     "defaults": "other files are named there, which are not read: give the resolved configuration for what they hold",
 }
@@ -128,9 +135,12 @@ def overrides(text: str) -> Flat:
     """`a.b=value` arguments of the training command in a launch script, and the module that it starts."""
     command = training_command(text, _ENTRY)
     flat: Flat = {}
-    for word in command.arguments:
+    words = iter(command.arguments)
+    for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
-        if equals and not key.startswith("-"):
+        if key == "--config-name":
+            flat[_CONFIG] = (value if equals else next(words, "")).removesuffix(".yaml")
+        elif equals and not key.startswith("-"):
             flat[key] = None if value in ("null", "None", "~") else value
     return {_MODULE: command.entry, **flat} if flat else {}
 
@@ -139,15 +149,20 @@ def read(flat: Flat, model_path: str | None) -> Imported:
     """verl's keys into ours."""
     out = Imported("verl")
     module = str(flat.get(_MODULE, ""))
+    config = str(flat.get(_CONFIG) or "ppo_trainer")
     fully = "fully_async" in module or any(key.startswith("async_training.") for key in flat)
-    source = Source({key: value for key, value in flat.items() if key != _MODULE}, out,
-                    {**_DEFAULTS, **(_FULLY_ASYNC if fully else {})})  # fmt: skip
+    theirs = {key: value for key, value in flat.items() if key not in (_MODULE, _CONFIG)}
+    source = Source(theirs, out, {**_DEFAULTS, **(_FULLY_ASYNC if fully else {})})
     put_model(out, source, "actor_rollout_ref.model.path", model_path)
     _cluster(out, source)
     _staleness(out, source, module)
     _batch(out, source)
     _optimizer(out, source)
-    _rollout(out, source)
+    own = bool(_OWN_CONFIGS.fullmatch(config))
+    _rollout(out, source, turns_known=own)
+    if not own:
+        what = f"'{config[:80]}' is another file, which is not read"
+        out.drop(_CONFIG, f"{what}: import it too, or set by hand what it says")
     source.name_the_rest(NO_COUNTERPART)
     return out
 
@@ -225,7 +240,10 @@ def _batch(out: Imported, source: Source) -> None:
     steps = source.whole("trainer.total_training_steps", "run.steps")
     if steps and steps > 0:
         out.put("run.steps", steps, "trainer.total_training_steps")
-    source.copy("trainer.save_freq", "train.checkpoint_every_steps", whole=True, least=0)
+    save = source.whole("trainer.save_freq", "train.checkpoint_every_steps")
+    if save is not None:
+        # -1 is never there, and 0 only the last one here.
+        out.put("train.checkpoint_every_steps", max(0, save), source.origin("trainer.save_freq"))
 
 
 def _optimizer(out: Imported, source: Source) -> None:
@@ -260,7 +278,7 @@ def _optimizer(out: Imported, source: Source) -> None:
         source.copy(most, "train.importance_truncation", least=1)
 
 
-def _rollout(out: Imported, source: Source) -> None:
+def _rollout(out: Imported, source: Source, *, turns_known: bool) -> None:
     prompt = source.whole("data.max_prompt_length", "model.max_context_tokens")
     response = source.whole("data.max_response_length", "rollout.max_new_tokens")
     put_lengths(
@@ -275,6 +293,6 @@ def _rollout(out: Imported, source: Source) -> None:
     turns = f"{_ROLLOUT}.multi_turn."
     if source.has(f"{turns}max_assistant_turns"):
         source.copy(f"{turns}max_assistant_turns", "rollout.max_turns", whole=True, least=1)
-    elif not source.flag(f"{turns}enable"):
+    elif turns_known and not source.flag(f"{turns}enable"):
         out.put("rollout.max_turns", 1, "multi_turn.enable is not set")
     source.ignore(f"{turns}enable", f"{turns}max_user_turns", f"{_ROLLOUT}.calculate_log_probs")
