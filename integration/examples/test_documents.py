@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("packages/*/README.md"))]
-# The tutorial's commands build on each other: integration/test_tutorial.py.
-DOCUMENTS += sorted(path for path in ROOT.glob("docs/*.md") if path.name != "tutorial.md")
+DOCUMENTS = [
+    path
+    for pattern in ("*.md", "packages/*/README.md", "docs/**/*.md", "integration/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
+    # The tutorial's commands build on each other: integration/test_tutorial.py.
+    if path.name != "tutorial.md"
+]
 
 ELSEWHERE = {
     "pip install uv": "every checkout begins with it",
@@ -25,20 +29,29 @@ ELSEWHERE = {
     ),
     "uv run nox": "continuous integration",
     "uv sync --group lint": "nox does it",
-    "uv run python integration/benchmarks/bench_effects.py": "nox -s effects",
+    "curl -s localhost:8400/v1/choose -d '{\"workers\": 8}'": "test_guest.py asks the service this",
+    "ray job submit --address http://127.0.0.1:8265 --working-dir . -- uv run pearl-rl train "
+    "docs/cluster/qwen3-8b-swe.toml --runtime ray --address auto": "test_cluster_documents.py, and nox -s ray",
+    "uv venv /opt/sglang": "nox -s sglang makes such an environment",
+    "uv pip install --python /opt/sglang/bin/python sglang==0.5.23 mooncake-transfer-engine": "nox -s sglang does",
 }
 """Commands that are too long for a test, and what runs them."""
 
 
+NO_COMMANDS = ("python", "toml", "json", "yaml")
+"""Languages of code blocks; what others hold is a command where it begins with a program."""
+PROGRAM = re.compile(r"(uv|pip|python3?|pearl-rl|curl|ray|nox(?! >)|git|bash|sbatch|sky|kubectl|docker)\s")
+
+
 def commands(path):
-    """Shell commands in code blocks without a language and in indented blocks."""
-    text = path.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.splitlines()]
+    """Shell commands in code blocks and in indented blocks, continued lines joined."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for language, block in blocks if language not in NO_COMMANDS for line in block.splitlines()]
     lines += [line.strip() for line in text.splitlines() if line.startswith("    ") and not line.startswith("     ")]
     for line in lines:
-        bare = line.removeprefix("$ ").split(" #")[0].strip()
-        if re.match(r"(uv|pip|python|pearl-rl)\b", bare):
+        bare = " ".join(line.removeprefix("$ ").split(" #")[0].split())
+        if PROGRAM.match(bare):
             yield bare
 
 
@@ -98,20 +111,41 @@ def test_the_table_of_equations_was_read() -> None:
 
 INLINE = sorted(
     {
-        (path.relative_to(ROOT).as_posix(), name)
-        for path in DOCUMENTS
-        for name in re.findall(r"`pearl-rl ([a-z-]+(?: (?:list|cordon|uncordon|drain|show|validate|diff|schema))?)[ `]",
-                               path.read_text(encoding="utf-8"))
+        (path.relative_to(ROOT).as_posix(), command)
+        for path in [*DOCUMENTS, ROOT / "docs" / "tutorial.md"]
+        for command in re.findall(r"`(?:uv run )?pearl-rl ([^`\n]+)`", path.read_text(encoding="utf-8"))
     }
-)  # fmt: skip
+)
 
 
-def test_each_command_that_a_sentence_names_has_help() -> None:
-    from typer.testing import CliRunner
+def test_each_command_that_a_sentence_names_is_one_and_has_the_options_that_it_is_given() -> None:
+    import typer
 
     from pearl_rl.cli.app import app
 
     assert INLINE
-    for document, name in INLINE:
-        done = CliRunner().invoke(app, [*name.split(), "--help"])
-        assert done.exit_code == 0, f"{document}: pearl-rl {name}"
+    for document, line in INLINE:
+        command, words = typer.main.get_command(app), shlex.split(line.replace("…", "").replace("|", " "))
+        name = "pearl-rl"
+        while words and hasattr(command, "commands") and not words[0].startswith("-"):
+            assert words[0] in command.commands, f"{document}: {name} {words[0]}"
+            command, name = command.commands[words[0]], f"{name} {words.pop(0)}"
+        # What the line leaves out, it leaves to the reader; what it says must be there.
+        known = {option for parameter in getattr(command, "params", ()) for option in parameter.opts}
+        given = [word.partition("=")[0] for word in words if word.startswith("-")]
+        assert set(given) <= known | {"--help"}, f"{document}: pearl-rl {line}"
+
+
+def test_scripts_and_sessions_that_sentences_name_are_there() -> None:
+    sessions = set(
+        re.findall(r"^@nox\.session.*\n(?:@.*\n)*def (\w+)", (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.M)
+    )
+    for path in [*DOCUMENTS, ROOT / "docs" / "tutorial.md"]:
+        text = path.read_text(encoding="utf-8")
+        assert set(re.findall(r"nox -s \"?(\w+)", text)) <= sessions, path
+        for name in re.findall(r"\bpython (integration/[\w/]+\.py)", text):
+            assert (ROOT / name).is_file(), f"{path}: {name}"
+
+
+def test_everything_that_is_run_elsewhere_is_still_shown() -> None:
+    assert ELSEWHERE.keys() <= {command for _, command in SHOWN}
