@@ -9,8 +9,11 @@ from pathlib import Path
 LISTEN = "0A"
 
 
-def listeners(root: int) -> dict[str, set[str]]:
-    """Address → command lines, of every listening TCP socket of `root` and all processes below it (Linux)."""
+def listeners(root: int, *, group: bool = False) -> dict[str, set[str]]:
+    """Address → command lines, of every listening TCP socket of `root` and all processes below it (Linux).
+
+    With `group`, of the processes in the group that `root` leads instead.
+    """
     bound = {
         fields[9]: _address(fields[1])
         for table in ("tcp", "tcp6")
@@ -18,7 +21,7 @@ def listeners(root: int) -> dict[str, set[str]]:
         if (fields := line.split())[3] == LISTEN
     }
     found: dict[str, set[str]] = {}
-    for pid in _below(root):
+    for pid in _group(root) if group else _below(root):
         try:
             command = Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             entries = list(Path("/proc", str(pid), "fd").iterdir())
@@ -43,6 +46,18 @@ def beyond_loopback(root: int) -> dict[str, set[str]]:
         for address, commands in listeners(root).items()
         if not ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
     }
+
+
+def _group(leader: int) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getpgid(int(entry.name)) == leader:
+                    found.add(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return found
 
 
 def _below(root: int) -> set[int]:

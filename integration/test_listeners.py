@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from listeners import beyond_loopback, listeners
@@ -12,7 +13,9 @@ from listeners import beyond_loopback, listeners
 PACKAGES = Path(__file__).parents[1] / "packages"
 OPENS = {
     *("start_server", "create_server", "start_unix_server", "create_unix_server", "listen"),
-    *("TCPServer", "HTTPServer", "ThreadingHTTPServer", "ThreadingTCPServer", "serve_forever", "TCPStore"),
+    *("TCPServer", "HTTPServer", "ThreadingHTTPServer", "ThreadingTCPServer", "serve_forever"),
+    # torch's, which listen on every address unless they are given a socket.
+    *("TCPStore", "rendezvous"),
 }
 KNOWN = {
     # Where people reach a run, and the dashboard: refused beyond loopback, or guarded by a token.
@@ -33,13 +36,19 @@ KNOWN = {
     "pearl_rl/cli/doctor_cluster.py",
     # Training ranks find each other.
     "pearl_rl/training/meeting.py",
+    # SGLang's ranks: in the server's processes, and in the sender of weights by broadcast.
+    "pearl_executor/engines/sglang/served.py",
+    "pearl_executor/engines/sglang/sender_child.py",
 }
 ANYWHERE = {"0.0.0.0", "::", ""}
 
 
+@cache
 def sources():
-    for file in sorted(PACKAGES.glob("*/src/**/*.py")):
-        yield str(file.relative_to(PACKAGES)).partition("/src/")[2], ast.parse(file.read_text())
+    return [
+        (str(file.relative_to(PACKAGES)).partition("/src/")[2], ast.parse(file.read_text()))
+        for file in sorted(PACKAGES.glob("*/src/**/*.py"))
+    ]
 
 
 def calls(tree):
@@ -52,6 +61,21 @@ def calls(tree):
 def test_whoever_opens_a_listening_socket_is_known():
     found = {file for file, tree in sources() for name, _ in calls(tree) if name in OPENS}
     assert found <= KNOWN, f"who else listens, where, and who is told? {sorted(found - KNOWN)}"
+
+
+def test_a_store_of_torchs_is_always_given_a_socket_that_was_bound_before():
+    """It takes no address: by itself it listens on all of them."""
+    found = {}
+    for file, tree in sources():
+        for name, node in calls(tree):
+            given = {keyword.arg for keyword in node.keywords}
+            # By position it is told whether it keeps the store.
+            keeps = any(isinstance(argument, ast.Constant) and argument.value is True for argument in node.args)
+            if name in ("TCPStore", "store") and keeps:
+                found[file] = "master_listen_fd" in given
+            assert name != "init_process_group" or "store" in given
+    assert len(found) == 3
+    assert all(found.values())
 
 
 def test_nothing_binds_to_every_address_by_default():

@@ -3,6 +3,7 @@
 import json
 import struct
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from pearl_executor.engines.sglang.checksums import compare, expected_checksums
 from pearl_executor.engines.sglang.flags import Ports, launch_environment, launch_flags
 from pearl_executor.engines.sglang.options import SglangOptions
 from pearl_executor.engines.sglang.samples import Meter, decode_samples
+from pearl_executor.engines.sglang.served import OPEN_PORTS
 from pearl_executor.engines.sglang.sizes import ModelSize
 from pearl_executor.ports import Finish, GenerateRequest, Sampling, WorkerError
 from pearl_state.roles import Role
@@ -180,6 +182,11 @@ def test_a_servers_environment_names_its_gpus_and_keeps_probes_from_generating()
     environment = launch_environment(OPTIONS, "4,5")
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+def test_only_where_a_person_says_so_may_a_server_listen_elsewhere():
+    assert OPEN_PORTS not in launch_environment(OPTIONS, "4,5")
+    assert launch_environment(replace(OPTIONS, open_ports=True), "4,5")[OPEN_PORTS] == "1"
 
 
 def test_a_backend_that_cannot_change_roles_is_refused():

@@ -148,3 +148,10 @@ def test_servers_of_training_gpus_are_held_where_the_settings_say_so():
     chosen = load_settings(None, [*overrides, "engine.sglang.gated=true"]).settings
     assert sglang_options(chosen, Path("model")).held == (frozenset({0}), frozenset({1}))
     assert sglang_options(load_settings(None, overrides).settings, Path("model")).held == ()
+
+
+def test_servers_may_listen_elsewhere_only_where_the_settings_say_so():
+    overrides = ["engine.kind=sglang", "device.paced=false", 'engine.sglang.interpreter=["python"]']
+    assert not sglang_options(load_settings(None, overrides).settings, Path("model")).open_ports
+    chosen = load_settings(None, [*overrides, "engine.sglang.open_ports=true"]).settings
+    assert sglang_options(chosen, Path("model")).open_ports

@@ -86,6 +86,7 @@ def sglang_options(settings: Settings, model_dir: Path) -> SglangOptions:
         extra_args=tuple(chosen.extra_args),
         env=dict(entry.split("=", 1) for entry in chosen.variables),
         kill_command=tuple(chosen.kill_command),
+        open_ports=chosen.open_ports,
         seed=settings.run.seed,
     )
 

@@ -17,6 +17,9 @@ class SglangSettings(Section):
     )
     kill_command: list[str] = Field(description="command that ends a container after its client was killed")
     host: str = Field(min_length=1, description="address that servers listen on and are reached at")
+    open_ports: bool = Field(
+        description="whether a server may listen on addresses other than loopback and host; else it is ended for it"
+    )
     memory_fraction: float = Field(ge=0, lt=1, description="part of a GPU for weights and KV; 0 leaves it to SGLang")
     transfer_backend: Literal["mooncake", "mooncake_tcp"] = Field(description="KV hand-over: over RDMA, or over TCP")
     load_format: Literal["auto", "dummy"] = Field(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pearl_executor.engines.sglang.options import SglangOptions
+from pearl_executor.engines.sglang.served import OPEN_PORTS
 from pearl_state.roles import Role
 
 PD_ROLES = (Role.PREFILL, Role.DECODE)
@@ -76,6 +77,8 @@ def launch_environment(options: SglangOptions, gpus: str) -> dict[str, str]:
         # Its requests were aborted and collected before: on SIGTERM there is nothing to wait for.
         "SGL_FORCE_SHUTDOWN": "1",
     }
+    if options.open_ports:
+        environment[OPEN_PORTS] = "1"
     if options.device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = gpus
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -21,21 +22,15 @@ from pearl_executor.engines.sglang.options import INSTALL, VERSION, MemoryProbe
 from pearl_executor.ports import WeightSnapshot, WorkerError
 
 SERVE: Final = """
-import json, os, signal, sys, threading
+import json, os, sys
 order = json.loads(sys.stdin.readline())
 os.environ.update(order["env"])
-def watch():
-    while os.read(0, 4096):
-        pass
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-def main():
-    threading.Thread(target=watch, daemon=True).start()
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    run_server(prepare_server_args(order["args"]))
-main()
+module = {"__name__": "pearl_served"}
+exec(order["module"], module)
+module["main"](order["args"], order["module"])
 """
-"""Runs in SGLang's interpreter. Given as text, so that a container needs none of our files."""
+"""Runs in SGLang's interpreter. Given as text, as is the module `served`, so that a container needs none of our files.
+"""
 
 ASK_VERSION: Final = "import importlib.metadata as m; print(m.version('sglang'))"
 """Prints which SGLang an interpreter has."""
@@ -166,7 +161,7 @@ class InterpreterLauncher:
         except OSError as error:
             raise LaunchError(f"{order.name}: {command[0]} cannot be run: {error}") from None
         assert child.stdin is not None
-        child.stdin.write(json.dumps({"args": list(order.args), "env": dict(order.env)}).encode() + b"\n")
+        child.stdin.write(order_line(order.args, order.env))
         with suppress(ConnectionError):
             await child.stdin.drain()
         return ChildServer(child, order, _filled(self.kill_command, order.name, order.gpus))
@@ -238,6 +233,12 @@ class ChildServer:
                     log.write(redacted(line, secrets) + b"\n")
                 log.flush()
             log.write(redacted(rest, secrets))
+
+
+def order_line(args: Sequence[str], env: Mapping[str, str]) -> bytes:
+    """What `SERVE` reads first."""
+    module = resources.files("pearl_executor.engines.sglang").joinpath("served.py").read_text()
+    return json.dumps({"args": list(args), "env": dict(env), "module": module}).encode() + b"\n"
 
 
 def free_ports(host: str, count: int) -> tuple[int, ...]:

@@ -76,6 +76,8 @@ class SglangOptions:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     kill_command: tuple[str, ...] = ()
     """Ends a container whose client process is gone: `("docker", "kill", "{name}")`."""
+    open_ports: bool = False
+    """Whether a server may listen on addresses other than loopback and `host`; otherwise it is ended for it."""
     verify_checksum: bool = True
     seed: int = 0
 

@@ -8,11 +8,13 @@ import base64
 import io
 import json
 import platform
+import socket
 import sys
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,8 @@ import torch.multiprocessing
 import zmq
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import reduce_tensor
 
 _ALIGNMENT = 256
@@ -120,19 +122,32 @@ class Sender:
         """Be rank 0 of a group in which the server's ranks are the others. A group of a load that failed is left."""
         self.leave()
         limit = timedelta(seconds=timeout_s)
-        store, rank, size = next(iter(rendezvous(url, 0, world, timeout=limit)))
-        store.set_timeout(limit)
+        where = urlsplit(url)
+        assert where.hostname is not None
+        # Bound here, for torch itself would listen on every address.
+        listener = socket.create_server(
+            (where.hostname, where.port or 0), family=socket.AF_INET6 if ":" in where.hostname else socket.AF_INET
+        )
+        store = TCPStore(
+            where.hostname,
+            listener.getsockname()[1],
+            world,
+            True,
+            limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         # The server makes its side by the same steps; the public constructor would make a default group instead.
         self._group, _ = c10d._new_process_group_helper(
-            size,
-            rank,
+            world,
+            0,
             [],
             c10d.Backend(backend),
             c10d.PrefixStore(name, store),
             group_name=c10d.GroupName(name),
             timeout=limit,
         )
-        c10d._world.pg_group_ranks[self._group] = {member: member for member in range(size)}
+        c10d._world.pg_group_ranks[self._group] = {member: member for member in range(world)}
 
     def broadcast(self, bucket: int, device: str) -> None:
         """Send one bucket to all ranks, tensor by tensor."""

@@ -4,7 +4,6 @@ The server is a process of another interpreter. Its standard input is a pipe of 
 whatever ends it, the server ends itself and its group.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any, Final
 
-from pearl_executor.engines.sglang.launch import SERVE, Place, free_ports, redacted
+from pearl_executor.engines.sglang.launch import SERVE, Place, free_ports, order_line, redacted
 from pearl_executor.engines.sglang.memory import gpu_bytes, group_bytes
 from pearl_executor.ports import WorkerError
 from pearl_executor.runtimes.local.frames import Frame, FrameSocket, tcp_address
@@ -80,7 +79,7 @@ class ServerHost:
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         with suppress(BrokenPipeError):
-            self._child.stdin.write(json.dumps({"args": head["args"], "env": head["env"]}).encode() + b"\n")
+            self._child.stdin.write(order_line(head["args"], head["env"]))
             self._child.stdin.flush()
         descriptor, log = tempfile.mkstemp(prefix=f"pearl-sglang-{head['name']}-", suffix=".log")
         pump = threading.Thread(target=_copy, args=(self._child.stdout, os.fdopen(descriptor, "wb"), head["secrets"]))

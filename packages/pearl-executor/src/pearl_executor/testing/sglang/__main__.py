@@ -13,7 +13,14 @@ from pearl_executor.engines.sglang.options import VERSION
 from pearl_executor.testing.sglang.server import StandInServer
 
 
-def parse(arguments: list[str], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+class Settings(dict[str, Any]):
+    """What the stand-in was started with."""
+
+    def resolve_once(self) -> None:
+        """There is nothing to resolve."""
+
+
+def parse(arguments: list[str], environment: Mapping[str, str] = os.environ) -> Settings:
     """What the stand-in needs of SGLang's arguments; it takes any others too."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model-path", required=True)
@@ -27,14 +34,15 @@ def parse(arguments: list[str], environment: Mapping[str, str] = os.environ) -> 
     parser.add_argument("--gated-launch-port", type=int, default=0)
     parser.add_argument("--enable-memory-saver", action="store_true")
     known, _ = parser.parse_known_args(arguments)
-    settings = vars(known)
+    settings = Settings(vars(known))
     settings["step_s"] = float(environment.get("PEARL_STANDIN_STEP_S", "0.001"))
     settings["waiting_s"] = float(environment.get("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "30"))
     return settings
 
 
-def run_server(settings: dict[str, Any]) -> None:
-    """Serve until the process ends."""
+def launch_server(settings: Settings, *, run_scheduler_process_func: object) -> None:
+    """Serve until the process ends. It needs no scheduler."""
+    del run_scheduler_process_func
     # As SGLang does: its arguments go to its log.
     print(f"server_args={settings}", flush=True)
     asyncio.run(StandInServer(settings).serve())
@@ -44,11 +52,12 @@ def main() -> None:
     """Run the code with modules in the places of SGLang's."""
     if len(sys.argv) < 3 or sys.argv[1] != "-c":
         raise SystemExit("only -c CODE")
-    served, arguments = ModuleType("sglang.launch_server"), ModuleType("sglang.srt.server_args")
-    served.run_server = run_server  # type: ignore[attr-defined]
+    served, arguments = ModuleType("sglang.srt.entrypoints.http_server"), ModuleType("sglang.srt.server_args")
+    served.launch_server = launch_server  # type: ignore[attr-defined]
     arguments.prepare_server_args = parse  # type: ignore[attr-defined]
-    named = {"sglang.launch_server": served, "sglang.srt.server_args": arguments}
-    sys.modules.update({name: ModuleType(name) for name in ("sglang", "sglang.srt")} | named)
+    packages = ("sglang", "sglang.srt", "sglang.srt.entrypoints")
+    sys.modules.update({name: ModuleType(name) for name in packages})
+    sys.modules.update({module.__name__: module for module in (served, arguments)})
     version = os.environ.get("PEARL_STANDIN_VERSION", VERSION)
 
     def told(distribution_name: str) -> str:
