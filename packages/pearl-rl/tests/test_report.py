@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pearl_rl.cli.app import app
-from pearl_rl.report.charts import CHARTS, staleness_histogram, step_shares
+from pearl_rl.report.charts import CHARTS, LEARNING, staleness_histogram, step_shares
 from pearl_rl.report.diagnosis import Level, diagnose, reward_ends
 from pearl_rl.report.page import comparison_page, flat, lent_gpu_seconds, run_page, script_json, tiles
 from pearl_rl.report.run_record import percentiles, read_run
@@ -26,7 +26,7 @@ from pearl_rl.simulation.scenario import load_scenario
 
 SMALL = ("rollout.batch=16", "rollout.group_size=4", "run.steps=3", "workload.max_turns=3")
 HOSTILE = '"><script>alert(1)</script><img src=//x.test/a>\u2028'
-SHOWN = [chart for chart in CHARTS if chart.key != "reward"]
+SHOWN = [chart for chart in CHARTS if chart.key not in LEARNING]
 """What a simulation has something for: it learns nothing."""
 VOID = {"meta", "link", "input", "img", "br"}
 
@@ -280,6 +280,25 @@ def test_learning_is_judged_by_steps_that_are_not_the_same_ones(run, rewards, en
     assert reward_ends(trained) == pytest.approx(ends)
     (finding,) = [finding for finding in diagnose(trained) if finding.text.startswith("Reward went")]
     assert finding.level is level
+
+
+def as_trained(run, **summary):
+    """The run as if it had trained."""
+    measures = {"gradient_norm": 0.5, "clipped_fraction": 0.25, "loss": 0.1, "kl": 0.0, "reward_mean": 0.0}
+    return replace(run, simulated=False, steps=[{**step, **measures} for step in run.steps], summary=summary)
+
+
+def test_updates_are_drawn_for_what_trained_and_not_for_what_is_simulated(run):
+    chart = next(chart for chart in CHARTS if chart.key == "update")
+    assert chart.draw(run, 1080) is None
+    drawn = chart.draw(as_trained(run), 1080).svg()
+    assert drawn.count("25 % of the tokens clipped, gradient norm 0.5, loss 0.1, KL 0<") == len(run.steps)
+
+
+def test_a_tile_says_what_its_throughput_counts(run):
+    words = {key: meaning for key, _, meaning in tiles(as_trained(run, tokens_per_s=12.0))}
+    assert words["throughput"] == "tokens/s over all steps, generated and trained; 12 with start-up"
+    assert tiles(run)[0][2] == "tokens/s over all steps, generated and trained"
 
 
 def test_a_training_run_is_compared_by_its_counts_too(run):

@@ -199,6 +199,30 @@ def reward(run: RunRecord, width: int) -> Plot | None:
     return plot
 
 
+def updates(run: RunRecord, width: int) -> Plot | None:
+    """Gradient norm of each update, and which part of its tokens was clipped."""
+    if not run.steps or run.simulated:
+        return None
+    steps = means(run.steps, _bars(width))
+    norms = [step["gradient_norm"] for step in steps]
+    clipped = [100 * step["clipped_fraction"] for step in steps]
+    top = max(norms) * 1.1 or 1.0
+    most = max(clipped) * 1.1 or 1.0
+    plot = Plot(width, 180, _steps_axis(run), (0.0, top), "gradient norm and clipped tokens of each update", top=24)
+    plot.right = 40
+    plot.y_axis("gradient norm")
+    plot.y_axis("% clipped, by step", right=True, scale=most / top, grid=False)
+    plot.x_axis()
+    half = 0.3 * _apart(steps)
+    for step, part in zip(steps, clipped, strict=True):
+        n = step["step"]
+        tip = f"step {n}: {number(part)} % of the tokens clipped, gradient norm {number(step['gradient_norm'])}, "
+        tip += f"loss {number(step['loss'])}, KL {number(step['kl'])}"
+        plot.bar(n - half, n + half, 0.0, part * top / most, "muted", tip)
+    plot.line([(step["step"], norm) for step, norm in zip(steps, norms, strict=True)], "ink", dots=True)
+    return plot
+
+
 def gates(run: RunRecord, width: int) -> Plot | None:
     """Benefit and cost of every verdict of eq. (7)."""
     shown = [gate for gate in run.gates if not gate.first][-_bars(width) :]
@@ -331,7 +355,20 @@ CHARTS: Sequence[Chart] = (
         step_times,
         (("ink", "measured"), ("predicted", "predicted")),
     ),
-    Chart("reward", "Reward", "Mean of each step, and of the last ten.", reward, (("ink", "mean of ten"),)),
+    Chart(
+        "reward",
+        "Reward",
+        "Mean of each step, and of the last ten.",
+        reward,
+        (("faint", "each step"), ("ink", "mean of ten")),
+    ),
+    Chart(
+        "update",
+        "Updates",
+        "Gradient norm before it is scaled down, and the tokens whose importance weight was clipped.",
+        updates,
+        (("ink", "gradient norm"), ("muted", "part clipped")),
+    ),
     Chart(
         "parts",
         "Where the time of a step goes",
@@ -362,3 +399,6 @@ CHARTS: Sequence[Chart] = (
     ),
 )
 """In the order of the page."""
+
+LEARNING = frozenset({"reward", "update"})
+"""Charts of what a simulation has not."""

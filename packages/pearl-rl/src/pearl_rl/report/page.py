@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from pearl_rl.presentation.words import gain_words, reason_words, seconds
-from pearl_rl.report.charts import CHARTS, Chart, staleness_histogram
+from pearl_rl.report.charts import CHARTS, LEARNING, Chart, staleness_histogram
 from pearl_rl.report.diagnosis import diagnose, reward_ends
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens
 from pearl_rl.report.svg import number
@@ -70,7 +70,7 @@ def body(run: RunRecord) -> str:
             _tiles(run),
             _diagnosis(run),
             '<div class="readout" aria-live="polite" hidden></div>',
-            *(_part(run, chart) for chart in CHARTS if not (run.simulated and chart.key == "reward")),
+            *(_part(run, chart) for chart in CHARTS if not (run.simulated and chart.key in LEARNING)),
             _decisions(run),
             _settings(run),
             _data(run),
@@ -98,7 +98,12 @@ def _head(run: RunRecord) -> str:
 def tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     """(key, value, meaning) of the outcome."""
     steps, counts = run.steps, run.counts
-    shown = [("throughput", number(run.throughput), "tokens/s"), ("steps", str(len(steps)), "steps")]
+    # The summary of a command counts from its start on, when nothing is generated yet.
+    whole = (
+        f"; {number(counts['tokens_per_s'])} with start-up" if "tokens_per_s" in counts and not run.simulated else ""
+    )
+    meaning = f"tokens/s over all steps, generated and trained{whole}"
+    shown = [("throughput", number(run.throughput), meaning), ("steps", str(len(steps)), "steps")]
     if steps and not run.simulated:
         first, last, part = reward_ends(run)
         shown.append(("reward", f"{first:.3f} → {last:.3f}", f"reward, first {part} → last {part}"))

@@ -28,6 +28,7 @@
   };
   const duration = (s) => {
     if (s == null) return "none";
+    if (s === 0) return "0 s";
     if (s < 0.9995) return `${(s * 1e3).toFixed(0)} ms`;
     if (s < 99.95) return `${s.toFixed(1)} s`;
     const minutes = Math.floor(Math.round(s) / 60);
@@ -66,7 +67,7 @@
     part("spark", now.history, spark);
     part("decisions", now.decisions, decisions);
     part("news", now.news, (news) => dash.querySelector(".news").replaceChildren(
-      ...news.map((item) => make("li", {}, make("span", { class: "when" }, duration(item.at_s)), " ", item.text))));
+      ...news.length ? [] : [make("li", { class: "none" }, "Nothing has happened yet.")], ...news.map((item) => make("li", {}, make("span", { class: "when" }, duration(item.at_s)), " ", item.text))));
   }
 
   function batch([step, size, remaining, training]) {
@@ -84,9 +85,10 @@
     const hint = dash.querySelector(".hint");
     if (dash.dataset.control !== "true") hint.textContent = "Read-only. `pearl-rl dashboard RUN_DIR --control` lets you act.";
     else if (!token) hint.textContent = "Open the address that the command printed: it holds the token.";
+    else if (!view.control && view.state === "starting") hint.textContent = "The run is starting and does not listen yet.";
     else if (!view.control) hint.textContent = "This run does not listen: it is over, or was started without control.http=true.";
     else hint.textContent = view.pinned ? `Pinned to ${view.pinned}.` : "The policy chooses.";
-    for (const item of dash.querySelectorAll(".controls button, .controls input")) item.disabled = !may();
+    for (const item of dash.querySelectorAll("form.controls button, form.controls input")) item.disabled = !may();
     delete drawn.map;
   }
 
@@ -156,25 +158,45 @@
     dash.querySelector(".plan").replaceChildren(...items);
   }
 
-  function spark(history) {
-    const box = dash.querySelector(".spark"), width = box.clientWidth || 340, height = 96, ns = "http://www.w3.org/2000/svg";
-    const svg = document.createElementNS(ns, "svg");
-    svg.setAttribute("viewBox", `0 0 ${width} ${height}`); svg.setAttribute("width", width); svg.setAttribute("height", height);
-    const line = (values, css) => {
-      const top = Math.max(...values.filter((v) => v !== null), 1e-9);
-      const points = values.map((v, i) => v === null ? null : `${(4 + (width - 8) * (values.length > 1 ? i / (values.length - 1) : 0.5)).toFixed(1)},${(height - 6 - (height - 22) * v / top).toFixed(1)}`).filter(Boolean);
-      const made = document.createElementNS(ns, "polyline");
-      made.setAttribute("class", `line ${css}`); made.setAttribute("points", points.join(" "));
-      svg.append(made);
-    };
-    if (history.length) {
-      line(history.map((s) => s.tokens_per_s), "ink");
-      line(history.map((s) => s.rollout_s), "predicted");
+  const svg = (name, attributes, ...children) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  };
+  // One plot: lines over the same steps and one scale, its least and largest value at the left, its steps below.
+  function plot(title, steps, lines, write, fromZero) {
+    const width = 340, height = 120, left = 44, right = 6, top = 8, bottom = 22;
+    const known = lines.flatMap(([values]) => values).filter((value) => value != null);
+    if (!known.length) return make("figure", {}, make("figcaption", {}, title), make("p", { class: "none" }, "No step is complete yet."));
+    const most = Math.max(...known), least = fromZero ? 0 : Math.min(...known), span = most - least || 1;
+    const x = (i) => left + (width - left - right) * (steps.length > 1 ? i / (steps.length - 1) : 0.5);
+    const y = (value) => height - bottom - (height - top - bottom) * (value - least) / span;
+    const text = (at, down, anchor, words) => svg("text", { class: "axis", x: at, y: down, "text-anchor": anchor }, words);
+    const marks = [];
+    for (const value of most > least ? [least, most] : [most]) {
+      marks.push(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }), text(left - 5, y(value) + 4, "end", write(value)));
     }
-    const last = history[history.length - 1];
-    box.replaceChildren(svg, make("ul", { class: "legend" },
-      make("li", {}, make("i", { class: "ink" }), last ? `tokens/s, now ${last.tokens_per_s.toFixed(0)}` : "tokens/s"),
-      make("li", {}, make("i", { class: "predicted" }), last ? `makespan, now ${duration(last.rollout_s)}, predicted ${duration(last.predicted_s)}` : "makespan")));
+    for (const [values, css] of lines) {
+      const points = values.map((value, i) => value == null ? null : `${x(i).toFixed(1)},${y(value).toFixed(1)}`).filter(Boolean);
+      marks.push(points.length > 1 ? svg("polyline", { class: `line ${css}`, points: points.join(" ") })
+        : svg("circle", { class: `dot ${css}`, cx: points.join("").split(",")[0] || -9, cy: points.join("").split(",")[1] || -9, r: 3 }));
+    }
+    marks.push(text(x(0), height - 5, steps.length > 1 ? "start" : "middle", `step ${steps[0]}`));
+    if (steps.length > 1) marks.push(text(x(steps.length - 1), height - 5, "end", `step ${steps[steps.length - 1]}`));
+    return make("figure", {}, make("figcaption", {}, title), svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, ...marks));
+  }
+  function spark(history) {
+    const steps = history.map((s) => s.step), last = history[history.length - 1];
+    const all = (key) => history.map((s) => s[key]);
+    const now = (words) => last ? ` (now ${words(last)})` : "";
+    const legend = make("ul", { class: "legend" }, make("li", {}, make("i", { class: "ink" }), "measured"), make("li", {}, make("i", { class: "predicted" }), "predicted"));
+    const makespan = plot(`makespan${now((s) => `${duration(s.rollout_s)}, predicted ${duration(s.predicted_s)}`)}`, steps,
+      [[all("predicted_s"), "predicted"], [all("rollout_s"), "ink"]], duration, true);
+    makespan.append(legend);
+    dash.querySelector(".spark").replaceChildren(
+      plot(`tokens/s${now((s) => s.tokens_per_s.toFixed(0))}`, steps, [[all("tokens_per_s"), "ink"]], (v) => v.toFixed(0), true), makespan,
+      plot(`reward${now((s) => s.reward.toFixed(3))}`, steps, [[all("reward"), "ink"]], (v) => v.toFixed(2), false));
   }
 
   function decisions(all) {
@@ -191,15 +213,20 @@
         : `${item.why}${item.gain} · ${item.trigger}, ${item.budget_workers} workers`;
       const body = make("tbody", {}, ...item.candidates.map((c) => make("tr", c.configuration === item.selected ? { class: "chosen" } : {},
         make("td", {}, c.configuration), make("td", {}, duration(c.makespan_s)), make("td", {}, c.violated.map((v) => v.replaceAll("_", " ")).join(", ")))));
-      const made = make("details", { class: "decision", "data-number": item.number, "data-kind": changed ? "switch" : "stay" },
+      const made = make("details", { class: "decision", "data-number": item.number, "data-kind": item.gate ? "gate" : changed ? "switch" : "stay" },
         make("summary", {}, make("span", { class: "when" }, duration(item.at_s)), make("b", {}, what), make("span", { class: "why" }, why)),
         make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", {}, "candidate"), make("th", {}, "makespan"), make("th", {}, "breaks"))), body)),
         make("p", {}, `${item.limits.map((limit) => `${limit}. `).join("")}${item.considered} considered${item.measured ? `; step ${item.measured.step} then took ${duration(item.measured.seconds)}` : ""}`));
       made.open = open.has(String(item.number));
       return made;
     }));
+    if (!all.length) box.append(make("p", { class: "none" }, "Nothing was decided yet."));
     if (at) { const again = box.querySelector(`[data-number="${at}"] summary`); if (again) again.focus(); }
   }
+  for (const button of dash.querySelectorAll("[data-filter]")) button.addEventListener("click", () => {
+    dash.querySelector(".decided").dataset.only = button.dataset.filter;
+    for (const other of dash.querySelectorAll("[data-filter]")) other.setAttribute("aria-pressed", String(other === button));
+  });
 
   const stream = new EventSource(`/events${query}`);
   stream.onmessage = (event) => show(JSON.parse(event.data));
