@@ -1,6 +1,6 @@
 """What telemetry costs the default job on this machine: paired runs, and what one call costs times the calls of a run.
 
-    uv run python integration/benchmarks/bench_telemetry.py [--pairs 6] [--steps 5] [--json FILE]
+    uv run python integration/benchmarks/bench_telemetry.py [--pairs 6] [--steps 5] [--forms off on] [--json FILE]
 
 Three forms of the same short job take turns, each in a process of its own, in an order that turns around from one
 pair to the next:
@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +182,9 @@ def child(form: str, steps: int, endpoint: str = "") -> dict[str, Any]:
         return found
 
 
-def pairs(count: int, steps: int, rest_s: float) -> dict[str, list[dict[str, Any]]]:
+def pairs(count: int, steps: int, rest_s: float, forms: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Runs of all forms, one after the other; every second round goes backwards."""
-    found: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
+    found: dict[str, list[dict[str, Any]]] = {form: [] for form in forms}
     pause = threading.Event()
     with subprocess.Popen(
         [sys.executable, str(COLLECTOR)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -193,7 +193,7 @@ def pairs(count: int, steps: int, rest_s: float) -> dict[str, list[dict[str, Any
         assert collector.stdout is not None
         endpoint = f"http://127.0.0.1:{collector.stdout.readline().strip()}"
         for number in range(count):
-            for form in FORMS if number % 2 == 0 else reversed(FORMS):
+            for form in forms if number % 2 == 0 else reversed(forms):
                 pause.wait(rest_s)
                 run = child(form, steps, endpoint)
                 found[form].append(run)
@@ -210,10 +210,18 @@ def compared(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Differences within pairs, against the form before: median and spread."""
     lines = []
     for form, base in (("off", "none"), ("on", "off")):
+        if not {form, base} <= found.keys():
+            continue
         runs = list(zip(found[form], found[base], strict=True))
         wall = [a["wall_s"] / b["wall_s"] - 1 for a, b in runs]
         share = [(a["control_s"] / a["wall_s"]) - (b["control_s"] / b["wall_s"]) for a, b in runs]
-        for what, values in (("wall time", wall), ("control plane's processor time, of wall time", share)):
+        used = [a["control_s"] / b["control_s"] - 1 for a, b in runs]
+        measures = (
+            ("wall time", wall),
+            ("control plane's processor time, of wall time", share),
+            ("control plane's processor time, of its own", used),
+        )
+        for what, values in measures:
             spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
             lines.append(
                 f"{form} against {base}: {what} {statistics.mean(values):+.2%} ± {spread:.2%} (standard error)"
@@ -239,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--rest", type=float, default=0.0, help="seconds between runs, where others want the cores too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=(*FORMS, "count"), help=argparse.SUPPRESS)
@@ -253,7 +262,7 @@ def main() -> None:
     counted = child("count", given.steps)
     for line in counted_share(counted, costs):
         print(line)
-    found = pairs(given.pairs, given.steps, given.rest)
+    found = pairs(given.pairs, given.steps, given.rest, given.forms)
     for line in compared(found):
         print(line)
     print(f"spans of one run: {found['on'][-1]['spans']}")

@@ -119,6 +119,13 @@ def test_it_follows_the_job(visit, shown):
     shown.do(lambda job: job.record_step(record))
     wait_for(page, "step", "1/60")
     assert (tile(page, "throughput"), tile(page, "reward")) == ("500", "0.625")
+    assert page.locator(".spark figcaption").all_inner_texts() == [
+        "tokens/s (now 500)",
+        "makespan (now 1.5 s, predicted none)",
+        "reward (now 0.625)",
+    ]
+    scales = ["0", "500", "step 1", "0 s", "1.5 s", "step 1", "0.63", "step 1"]
+    assert page.locator(".spark text.axis").all_text_contents() == scales
     lost = GpusReclaimed(now_s=10.0, gpus=frozenset({GpuId(5)}), deadline_s=12.0)
     shown.do(lambda job: job.post(lost))
     wait_for(page, "reclaims", "1")
@@ -137,12 +144,22 @@ def test_decisions_are_those_of_the_job_newest_first(visit, shown):
     assert names == [str(candidate.configuration) for candidate in last.candidates[:6]]
 
 
+def test_decisions_that_changed_nothing_can_be_left_out(visit, shown):
+    page = visit(shown.reading).page
+    page.wait_for_selector(".decided .decision")
+    kinds = [item.get_attribute("data-kind") for item in page.locator(".decided .decision").all()]
+    page.get_by_role("button", name="changes only").click()
+    assert page.locator(".decided .decision:visible").count() == len(kinds) - kinds.count("stay") > 0
+    page.get_by_role("button", name="all", exact=True).click()
+    assert page.locator(".decided .decision:visible").count() == len(kinds)
+
+
 def test_reading_is_all_that_anybody_may_do_by_default(visit, shown):
     visited = visit(shown.reading)
     page = visited.page
     page.wait_for_selector(".cell")
     assert "Read-only" in page.locator(".hint").inner_text()
-    assert page.locator(".controls button:enabled").count() == 0
+    assert page.locator("form.controls button:enabled").count() == 0
     assert page.locator(".cell button").count() == 0
     assert page.evaluate("fetch('/commands', {method: 'POST', body: '{\"unpin\": true}'}).then((r) => r.status)") == 403
     assert all("403" in visited.errors.pop() for _ in list(visited.errors))
