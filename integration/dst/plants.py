@@ -1,5 +1,6 @@
 """Bugs planted by hand, one at a time: each is a plausible mistake in one function, and the explorer must catch it."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,17 @@ from pearl_executor.toggle import ToggleManager
 from pearl_executor.weight_sync import WeightSync
 from pearl_executor.workers import BoundedWorkers
 from pearl_planner import answers, inter_scale, intra_scale, reconcile, step
+from pearl_rl.checkpoints import CheckpointWriter
+from pearl_rl.journal import run_journal
 from pearl_rl.journal.run_journal import RunJournal
 from pearl_rl.rollout.attempt import Attempt
 from pearl_rl.rollout.buffer import GroupBuffer
+from pearl_rl.rollout.evaluation import AnchoredEvaluation
 from pearl_rl.rollout.ledger import RolloutLedger
 from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.task_batcher import TaskBatcher
+from pearl_rl.training.rank_group import TrainerLostError
 from pearl_state import events
 from pearl_state.effects import GrantTraining, ReturnGpus
 from pearl_state.lifecycle import Lifecycle
@@ -223,6 +229,59 @@ def completions_are_forgotten(put: Put) -> None:
     put(GroupBuffer, "restore", twice)
 
 
+def the_next_weights_wait_for_no_evaluation(put: Put) -> None:
+    """New weights are published in the middle of an evaluation."""
+
+    async def settle(self):
+        return None
+
+    put(AnchoredEvaluation, "settle", settle)
+
+
+def ended_tasks_keep_their_room(put: Put) -> None:
+    """The room that a task had for its context is never given back."""
+    put(TaskBatcher, "end", lambda self, task, *, finished: None)
+
+
+def half_written_checkpoints_count(put: Put) -> None:
+    """A checkpoint that a lost rank cut short is taken for a whole one."""
+    complete = CheckpointWriter._complete
+
+    async def believe(self, saving, target, record):
+        await asyncio.wait({saving})
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(saving.cancelled() or saving.exception())
+        await complete(self, done, target, record)
+
+    put(CheckpointWriter, "_complete", believe)
+
+
+def a_lost_checkpoint_is_the_last(put: Put) -> None:
+    """Where a rank was lost while it wrote a checkpoint, no other one is written."""
+    begin = CheckpointWriter._begin
+
+    async def once(self, step, position):
+        if getattr(self, "lost", False):
+            return
+        try:
+            await begin(self, step, position)
+        except TrainerLostError:
+            self.lost = True
+
+    put(CheckpointWriter, "_begin", once)
+
+
+def learned_costs_are_forgotten(put: Put) -> None:
+    """A resumed run begins anew to learn what switches cost."""
+    decode = run_journal.decode_state
+
+    def forgetful(data, settings):
+        data.pop("switch_costs")
+        return decode(data, settings)
+
+    put(run_journal, "decode_state", forgetful)
+
+
 PLANTS: tuple[Callable[[Put], None], ...] = (
     router_one_table_late,
     answers_of_old_plans_count,
@@ -244,4 +303,9 @@ PLANTS: tuple[Callable[[Put], None], ...] = (
     events_are_applied_but_not_journalled,
     lost_updates_are_not_undone,
     completions_are_forgotten,
+    the_next_weights_wait_for_no_evaluation,
+    ended_tasks_keep_their_room,
+    half_written_checkpoints_count,
+    a_lost_checkpoint_is_the_last,
+    learned_costs_are_forgotten,
 )

@@ -48,6 +48,11 @@ class Script:
     checkpoint_every: int = 1
     snapshot_every: int = 10_000
     expansion_workers: int = 64
+    policy: str = "pearl"
+    injection: str = "batch"
+    batching: bool = False
+    readiness: bool = False
+    evaluate_every: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -62,7 +67,7 @@ class Script:
 def draw(seed: int) -> Script:
     """The script of a seed."""
     rng = random.Random(seed)
-    return Script(
+    script = Script(
         seed=seed,
         borrowing=rng.choice(("off", "ungated", "ungated", "gated")),
         gpus_per_worker=rng.choice((1, 1, 1, 2)),
@@ -73,7 +78,16 @@ def draw(seed: int) -> Script:
         checkpoint_every=rng.choice((1, 1, 2)),
         snapshot_every=rng.choice((10, 60, 10_000)),
         expansion_workers=rng.choice((1, 2, 64)),
+        policy=rng.choice(("pearl", "pearl", "prorsa", "pearl+prorsa")),
+        injection=rng.choice(("batch", "batch", "continuous")),
+        batching=rng.random() < 0.3,
+        readiness=rng.random() < 0.3,
+        evaluate_every=rng.choice((0, 0, 1, 2)),
     )
+    if script.policy == "pearl":
+        return script
+    # A forecast can move a role only where there are three workers.
+    return replace(script, ops=(Op(0.0, "offer", ([10, 11, 12],)), *script.ops))
 
 
 def _op(rng: random.Random) -> Op:
@@ -106,6 +120,8 @@ _DRAWS: dict[str, tuple[int, Callable[[random.Random], tuple[Any, ...]]]] = {
     "transfer_failures": (3, lambda rng: (rng.randint(1, 6),)),
     "environment": (4, lambda rng: (rng.choice(("fail", "hang", "slow")), rng.randint(1, 3))),
     "trainer": (2, lambda rng: (rng.choice(("slow", "fail")),)),
+    "checkpoint": (3, lambda rng: (rng.randint(1, 2),)),
+    "forecast": (8, lambda rng: (*rng.choice(((0.1, 4.0), (1.0, 1.0), (4.0, 0.1))), rng.choice((1, 6, 6, 6)))),
     "jump": (3, lambda rng: (rng.choice((1.0, 10.0, 60.0)),)),
     "cordon": (2, lambda rng: (rng.randint(2, 8), rng.random() < 0.5)),
     "pin": (3, lambda rng: (rng.choice(PINS),)),
@@ -136,7 +152,18 @@ def shrink(script: Script, fails: Callable[[Script], bool], budget: int = 400) -
         if still(replace(script, steps=steps)):
             script = replace(script, steps=steps)
             break
-    simpler = {"gpus_per_worker": 1, "borrowing": "off", "staleness": 0, "max_restarts": 1000, "expansion_workers": 64}
+    simpler = {
+        "gpus_per_worker": 1,
+        "borrowing": "off",
+        "staleness": 0,
+        "max_restarts": 1000,
+        "expansion_workers": 64,
+        "policy": "pearl",
+        "injection": "batch",
+        "batching": False,
+        "readiness": False,
+        "evaluate_every": 0,
+    }
     for change in ({name: value} for name, value in simpler.items()):
         if still(replace(script, **change)):
             script = replace(script, **change)

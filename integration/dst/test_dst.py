@@ -9,6 +9,7 @@ import pytest
 from dst.explore import describe, failure
 from dst.script import _DRAWS, Op, Script, draw, shrink
 from dst.world import Life, play
+from pearl_state.decision import Reason
 
 
 def test_the_same_seed_gives_the_same_events() -> None:
@@ -76,6 +77,10 @@ def test_scripts_reach_all_events_and_effects_that_a_run_without_people_and_refi
         "ResumeTraining",
         "GrantTraining",
         "ReturnGpus",
+        "LoadForecast",
+        "ReadinessMeasured",
+        "EvaluationFinished",
+        Reason.FORECAST,
     }
 
 

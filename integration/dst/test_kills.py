@@ -55,7 +55,7 @@ def test_a_kill_at_any_of_the_first_sixty_writes_changes_no_final_count(torn: bo
         report = play(script(kill=(write, torn), checkpoint_every=checkpoint_every))
         assert final(report) == final(whole), f"killed at write {write}"
         lives += report.lives
-    assert lives >= 60 * 1.9, "most of these kills must hit"
+    assert lives >= 60 * 1.7, "most of these kills must hit"
 
 
 def test_a_run_that_is_killed_again_and_again_still_ends_with_the_same_counts() -> None:

@@ -5,8 +5,10 @@
 
 import asyncio
 import hashlib
+import tempfile
 from collections import deque
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dst.invariants import check_counts, check_state, check_table, check_tokens, require
@@ -18,7 +20,13 @@ from pearl_executor.ports import GenerateRequest, GenerateResult, OnChunk, Weigh
 from pearl_executor.testing import FakeTraining, FakeWeights, FakeWorkers, Fault, FaultScript
 from pearl_executor.virtual_time import run_virtual
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
-from pearl_planner.policies import pearl
+from pearl_planner.in_step import pearl_prorsa, prorsa
+from pearl_planner.policies import Policy, pearl
+from pearl_planner.readiness import BatchInterval, ReadinessSettings
+from pearl_planner.switching import SwitchCosts
+from pearl_planner.task_batching import PriorityWeights
+from pearl_rl.checkpoints import CheckpointWriter, find
+from pearl_rl.control.forecasting import forecasting_for
 from pearl_rl.control.liveness import StallProbe
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.encoding import encode_event, json_line
@@ -26,21 +34,27 @@ from pearl_rl.journal.journal import Journal
 from pearl_rl.journal.run_journal import Recovered, RunJournal, recover
 from pearl_rl.journal.storage import MemoryStorage
 from pearl_rl.rollout.agent import AgentLimits, TextAgent
+from pearl_rl.rollout.continuous import pipeline_class
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, StepResult, Task, observe
+from pearl_rl.rollout.evaluation import AnchoredEvaluation, EvaluationResult
 from pearl_rl.rollout.ledger import RolloutLedger, RolloutResumed
-from pearl_rl.rollout.pipeline import PipelineScheduler
-from pearl_rl.rollout.pipeline_settings import PipelineOutcome, PipelineSettings
+from pearl_rl.rollout.pipeline_settings import Injection, PipelineOutcome, PipelineSettings
+from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router, RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
+from pearl_rl.rollout.task_batcher import TaskBatchingSettings
+from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits
 from pearl_rl.rollout.testing import FakeTrainer
 from pearl_rl.rollout.training_gate import TrainingGate
+from pearl_rl.training.rank_group import TrainerLostError
 from pearl_state.configuration import Configuration
-from pearl_state.effects import Effect
+from pearl_state.effects import Effect, RecordDecision
 from pearl_state.events import (
     ConfigurationPinned,
     Event,
     GpusOffered,
     GpusReclaimed,
+    LoadForecast,
     RunResumed,
     WorkerFailed,
     WorkersCordoned,
@@ -52,9 +66,15 @@ from pearl_state.worker import GpuId, Worker, WorkerId
 
 TURNS, NEW_TOKENS = 2, 4
 GROUPS, GROUP_SIZE = 2, 2
+EPISODES = 2
+"""Of one evaluation."""
 FRESH = (GpuId(90), GpuId(91))
 """Healthy GPUs that come once the script is over: from then on the run must be able to end."""
 MOST_S = 100_000.0
+KV_TOKENS = 60
+"""Of one worker, where tasks keep theirs: two of them fit."""
+HORIZON_S = 2.0
+"""Of the forecasts that policies with Prorsa answer."""
 LIMITS = Limits().scaled(0.2)
 
 WORKLOAD = WorkloadProfile(batch=4, turns=TURNS, new_prompt_tokens=6, response_tokens=NEW_TOKENS)
@@ -65,7 +85,20 @@ PLATFORM = PlatformProfile(
     kv_bytes_per_token=1024,
     transfer_bytes_per_s=1e8,
     overhead_per_turn_s=0.05,
+    kv_capacity_bytes=1024 * 1000,
 )
+
+
+def policy(name: str) -> Policy:
+    """The policy of a script; where forecasts move roles, switches are thought to cost little."""
+    costs = SwitchCosts(flip_s=0.2, relaunch_s=0.3, new_worker_s=0.3)
+    match name:
+        case "prorsa":
+            return prorsa(costs)
+        case "pearl+prorsa":
+            return pearl_prorsa(costs=costs)
+        case _:
+            return pearl()
 
 
 class Words:
@@ -126,6 +159,7 @@ class Trainer(FakeTrainer):
     def __init__(self, machine: "Machine") -> None:
         super().__init__(version=machine.version, update_s=2.0)
         self._machine = machine
+        self._saving: list[asyncio.Task[None]] = []
 
     async def update(self, trajectories):
         machine = self._machine
@@ -135,6 +169,7 @@ class Trainer(FakeTrainer):
             raise WorkerError("a training rank died")
         for trajectory in trajectories:
             check_tokens(trajectory, TURNS, NEW_TOKENS)
+            require(trajectory.id.startswith("t"), "trained_once", f"{trajectory.id} was played for an evaluation")
             seen = machine.trained.get(trajectory.id)
             require(seen is None, "trained_once", f"{trajectory.id} was trained on in version {seen} already")
         if fault == "slow":
@@ -144,6 +179,30 @@ class Trainer(FakeTrainer):
         machine.trained.update(dict.fromkeys((t.id for t in trajectories), result.version))
         machine.version = result.version
         return result
+
+    async def end(self) -> None:
+        """Nothing is written any more."""
+        for task in self._saving:
+            task.cancel()
+        await asyncio.gather(*self._saving, return_exceptions=True)
+
+    async def begin_checkpoint(self, path: Path) -> "asyncio.Task[None]":
+        """Write one, unless a rank is lost meanwhile, or the control plane is killed."""
+        machine = self._machine
+        lost = machine.checkpoint_faults.popleft() if machine.checkpoint_faults else 0
+
+        async def write() -> None:
+            await asyncio.sleep(0.5)
+            if machine.disk.dead:
+                await asyncio.Future()
+            if lost:
+                raise TrainerLostError("a training rank died while it wrote a checkpoint")
+            machine.disk.saved.add(str(path))
+
+        if lost > 1:
+            raise TrainerLostError("a training rank died before it wrote a checkpoint")
+        self._saving.append(asyncio.ensure_future(write()))
+        return self._saving[-1]
 
     def _alone(self) -> None:
         machine = self._machine
@@ -164,8 +223,11 @@ class Tracker:
 class Disk(MemoryStorage):
     """What survives everything: the journal and published weights. It stands still in the moment of a kill."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
+        self.checkpoints = folder / "checkpoints"
+        self.saved: set[str] = set()
+        """Checkpoints of the trainer that were written to their end."""
         self.published: tuple[int, int, dict[str, int]] = (0, 0, {})
         """Of the newest weights: step, version, and which sample was trained on in which version."""
         self.writes_left: int | None = None
@@ -212,6 +274,7 @@ class Machine:
         self.weights = FakeWeights()
         self.games = Games()
         self.trainer_faults: deque[str] = deque()
+        self.checkpoint_faults: deque[int] = deque()
         self.step, self.version, self.trained = disk.published
         self.trained = dict(self.trained)
         self.held: dict[GpuId, Tenure] = {}
@@ -232,6 +295,7 @@ class Machine:
         machine = Machine(self.script, self.disk)
         machine.held = self.held
         machine.games.faults, machine.trainer_faults = self.games.faults, self.trainer_faults
+        machine.checkpoint_faults = self.checkpoint_faults
         return machine
 
     def heal(self) -> None:
@@ -242,6 +306,7 @@ class Machine:
         self.workers.transfer_failures = 0
         self.games.faults.clear()
         self.trainer_faults.clear()
+        self.checkpoint_faults.clear()
 
 
 class Answers:
@@ -317,12 +382,18 @@ class Life:
         self.completed = machine.step
         self.events = 0
         self.seen: set[str] = set()
+        self.broken = ""
+        """What is wrong with an evaluation."""
         self._digest = hashlib.sha256()
+        self.policy = policy(script.policy)
+        self.forecasts = forecasting_for(self.policy, HORIZON_S)
+        trace = None if self.forecasts is None else self.forecasts.trace
         self.gate = TrainingGate()
         calls = Calls(machine.workers)
         limits = RouterLimits(serving=ServingLimits(), no_worker_s=2000.0, stall_s=30.0, abort_s=2.0)
         self.stalls = StallProbe(machine.workers, lambda event: self.scheduler.post(event), probe_s=LIMITS.probe_s)
-        self.router = Router(calls, limits, on_fault=self.fault, on_stall=self.stalls.suspect)
+        self.router = Router(calls, limits, on_fault=self.fault, on_stall=self.stalls.suspect, lifecycle=trace)
+        self.batching = task_gate(self.router) if script.batching else None
         calls.table = lambda: self.scheduler.state.table
         self.actions: list[Action] = []
         self.crashed: dict[tuple[WorkerId, int], float] = {}
@@ -340,48 +411,88 @@ class Life:
         self.scheduler = ElasticScheduler(
             self.before,
             executor=self.answers,
-            routing=self.router,
+            routing=self.batching or self.router,
             training=self.gate,
             returned=self.returned,
             on_step=self.check,
             journal=self.journal,
         )
-        self.pipeline = PipelineScheduler(
-            PipelineSettings(
-                steps=script.steps,
-                groups_per_step=GROUPS,
-                group_size=GROUP_SIZE,
-                max_staleness=script.staleness,
-                grant_s=2000.0,
-                batch_s=20_000.0,
-                update_s=500.0,
-                max_refills_per_group=200,
-                completed_steps=machine.step,
-            ),
+        settings = PipelineSettings(
+            steps=script.steps,
+            groups_per_step=GROUPS,
+            group_size=GROUP_SIZE,
+            max_staleness=script.staleness,
+            injection=Injection(script.injection),
+            grant_s=2000.0,
+            batch_s=20_000.0,
+            update_s=500.0,
+            max_refills_per_group=200,
+            completed_steps=machine.step,
+        )
+        limits = AgentLimits(turns=TURNS, new_tokens=NEW_TOKENS, context_tokens=500, environment_s=20.0)
+        agent = TextAgent(machine.games.environment, Words(), limits, lifecycle=trace)
+        self.evaluation = self.evaluations(agent) if script.evaluate_every else None
+        self.trainer = Trainer(machine)
+        self.position = rollout.position
+        self.checkpoints = CheckpointWriter(
+            machine.disk.checkpoints, self.trainer, every=script.checkpoint_every, keep=2, last=script.steps
+        )
+        self.pipeline = pipeline_class(settings)(
+            settings,
             router=self.router,
-            agent=TextAgent(
-                machine.games.environment,
-                Words(),
-                AgentLimits(turns=TURNS, new_tokens=NEW_TOKENS, context_tokens=500, environment_s=20.0),
-            ),
+            agent=agent,
             tasks=machine.games,
-            trainer=Trainer(machine),
-            publish=self.publish,
+            trainer=self.trainer,
+            publish=self.publish if self.evaluation is None else self.evaluation.publishing(self.publish),
             gate=self.gate,
             post=self.scheduler.post,
             tracker=Tracker(),
-            checkpoint=self.checkpoint,
+            checkpoint=lambda step: self.checkpoints.completed(step, self.pipeline.position),
             position=rollout.position,
             note=self.journal.note,
             commit=self.journal.commit,
             restored=rollout if self.resumed else None,
+            lifecycle=trace,
+            batching=self.batching,
+            readiness=self.readiness() if script.readiness else None,
+        )
+
+    def evaluations(self, agent: TextAgent) -> AnchoredEvaluation:
+        """Each must be over before the next weights are published, with every episode told of."""
+
+        def told(result: EvaluationResult) -> None:
+            published, count = self.machine.disk.published[1], len(result.rewards) + result.failed
+            if (result.version, count) != (published, EPISODES):
+                # Whoever is told may be a task that nobody waits for.
+                self.broken = f"{count} episodes of {EPISODES} on version {result.version}, {published} is published"
+            self.scheduler.post(result.event(now()))
+
+        return AnchoredEvaluation(
+            router=self.router,
+            agent=agent,
+            tasks=self.machine.games,
+            episodes=EPISODES,
+            every=self.script.evaluate_every,
+            seed=self.script.seed,
+            on_result=told,
+            gate=self.batching,
+            limit_s=100.0,
+        )
+
+    def readiness(self) -> ReadinessMonitor:
+        batch = GROUPS * GROUP_SIZE
+        return ReadinessMonitor(
+            ReadinessSettings(batch=BatchInterval(minimum=batch, ideal=batch)),
+            group_size=GROUP_SIZE,
+            post=self.scheduler.post,
+            evaluates=lambda version: self.evaluation is not None and self.evaluation.due(version),
         )
 
     def recover(self) -> Recovered:
         """What the journal says; the first state where there is none."""
         script, machine = self.script, self.machine
         settings = self.settings = ElasticSettings(
-            policy=pearl(),
+            policy=self.policy,
             borrowing=Borrowing(script.borrowing),
             gpus_per_worker=script.gpus_per_worker,
             return_s=20.0,
@@ -406,11 +517,6 @@ class Life:
         machine.disk.publish(snapshot.version, machine.trained)
         machine.weights.publish(snapshot.version)
 
-    async def checkpoint(self, step: int) -> None:
-        if step % self.script.checkpoint_every and step != self.script.steps:
-            return
-        await asyncio.sleep(0.5)
-
     # ---- what the control plane tells ------------------------------------------------------------------------------
 
     def fault(self, worker: Worker, cause: str) -> None:
@@ -426,6 +532,7 @@ class Life:
         self.events += 1
         self.seen.add(type(event).__name__)
         self.seen.update(type(effect).__name__ for effect in effects)
+        self.seen.update(effect.decision.reason for effect in effects if isinstance(effect, RecordDecision))
         self._digest.update(json_line(encode_event(event)).encode())
         check_table(self.before.table, state.table)
         check_state(state)
@@ -438,31 +545,42 @@ class Life:
         ledger = self.machine.workers.ledger
         require(not ledger.violations, "one_owner_per_gpu", "; ".join(ledger.violations))
         require(self.router.statistics.stale_served == 0, "no_stale_serving", "a stale token was served")
+        require(not self.broken, "anchored", self.broken)
         self.before = state
 
     # ---- the script -------------------------------------------------------------------------------------------------
 
     async def run(self, ops: deque[Op]) -> PipelineOutcome:
         """Live until the pipeline has made its steps. Whatever fails first ends it."""
+        if not self.resumed or self.completed >= self.script.steps:
+            await self.checkpoints.write(self.completed, self.position)
         control = asyncio.create_task(self.scheduler.run(), name="control")
         happenings = asyncio.create_task(self.play(ops), name="script")
         pipeline = asyncio.create_task(self.pipeline.run(), name="pipeline")
         killed = asyncio.create_task(self.killed(), name="killed")
+        forecasts = [] if self.forecasts is None else [self.forecasts.start(self.scheduler)]
         try:
             async with asyncio.timeout(MOST_S):
-                await asyncio.wait({control, pipeline, killed}, return_when=asyncio.FIRST_COMPLETED)
+                first = {control, pipeline, killed, *forecasts}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
                 if self.machine.disk.dead:
                     raise ControllerKilledError
-                if control.done():
-                    control.result()
+                for task in (control, *forecasts):
+                    if task.done():
+                        task.result()
                 return await pipeline
         finally:
             killed.cancel()
             happenings.cancel()
             pipeline.cancel()
+            for task in forecasts:
+                task.cancel()
             self.executor.close()
             self.scheduler.stop()
-            ended = await asyncio.gather(control, happenings, pipeline, return_exceptions=True)
+            ended = await asyncio.gather(control, happenings, pipeline, *forecasts, return_exceptions=True)
+            if self.evaluation is not None:
+                await self.evaluation.aclose()
+            await self.trainer.end()
             await self.router.aclose()
             await self.stalls.aclose()
             # What a control plane does after its death is nobody's concern; a script that breaks always is.
@@ -552,6 +670,23 @@ class Life:
     def op_trainer(self, fault) -> None:
         self.machine.trainer_faults.append(fault)
 
+    def op_checkpoint(self, when) -> None:
+        self.machine.checkpoint_faults.append(when)
+
+    def op_forecast(self, prefill, decode, count) -> None:
+        """The next windows ask for so many prefill and decode workers."""
+        for _ in range(count):
+            forecast = LoadForecast(
+                now_s=now(),
+                horizon_s=10.0,
+                prefill_tokens=prefill * 10.0 / PLATFORM.prefill_per_token_s,
+                admitted_tokens=10.0 * decode,
+                decode_kv_bytes=decode * PLATFORM.kv_capacity_bytes,
+                prefill_tokens_per_s=1.0 / PLATFORM.prefill_per_token_s,
+                live=GROUPS * GROUP_SIZE,
+            )
+            self.scheduler.post(forecast)
+
     def op_jump(self, by_s) -> None:
         loop: Any = asyncio.get_running_loop()
         loop.jump(by_s)
@@ -580,8 +715,8 @@ class ControllerKilledError(Exception):
     """The control plane was killed in the middle of whatever it did."""
 
 
-async def _play(script: Script) -> Report:
-    disk, ops, report = Disk(), deque(script.ops), Report()
+async def _play(script: Script, folder: Path) -> Report:
+    disk, ops, report = Disk(folder), deque(script.ops), Report()
     machine = Machine(FaultScript(), disk)
     faults = hashlib.sha256()
     while True:
@@ -589,6 +724,9 @@ async def _play(script: Script) -> Report:
         try:
             report.outcome = await life.run(ops)
         except ControllerKilledError:
+            report.lives += 1
+        except TrainerLostError as error:
+            require("a training rank died" in str(error), "named_end", f"the run ended with {error!r}")
             report.lives += 1
         except WorkerError as error:
             require("a training rank died" in str(error), "named_end", f"the run ended with {error!r}")
@@ -601,7 +739,25 @@ async def _play(script: Script) -> Report:
             report.digest, report.ended_s = faults.hexdigest(), now()
             return report
         disk.revive()
+        check_checkpoint(disk)
         machine = machine.reborn()
+
+
+def task_gate(router: Router) -> TaskGate:
+    """Turns wait for room for their contexts, of which a worker has little."""
+    limits = TaskGateLimits(kv_tokens=KV_TOKENS, growth_tokens=NEW_TOKENS, wait_s=20_000.0)
+    weights = PriorityWeights(context_scale_tokens=KV_TOKENS)
+    return TaskGate(router, limits, TaskBatchingSettings(probe_tokens=30, group_size=GROUP_SIZE, weights=weights))
+
+
+def check_checkpoint(disk: Disk) -> int:
+    """Whoever goes on finds a complete checkpoint, of no later weights than were published. Returns its step."""
+    found = find(disk.checkpoints.parent)
+    published, version, _ = disk.published
+    require(found.step <= published, "checkpoint_kept", f"of step {found.step}, and {published} is published")
+    require(found.version <= version, "checkpoint_kept", f"of version {found.version}, and {version} is published")
+    require(str(found.trainer) in disk.saved, "checkpoint_kept", f"of step {found.step}, which no rank has written")
+    return found.step
 
 
 def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOutcome) -> None:
@@ -613,6 +769,8 @@ def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOut
     require(len(machine.trained) == wanted, "trained_once", f"{len(machine.trained)} samples of {wanted}")
     require(outcome.version == script.steps, "all_steps", f"version {outcome.version} after {script.steps}")
     check_counts(outcome.counts)
+    step = check_checkpoint(machine.disk)
+    require(step == script.steps, "checkpoint_kept", f"the newest is of step {step} of {script.steps}")
     known = {(row.id, row.incarnation) for row in life.scheduler.state.table.rows.values()}
     stray = [p.owner for p in machine.workers.processes.values() if (p.worker, p.incarnation) not in known]
     require(not stray, "no_stray_process", f"{stray} belong to no row")
@@ -625,4 +783,5 @@ def check_end(machine: Machine, life: Life, script: Script, outcome: PipelineOut
 
 def play(script: Script) -> Report:
     """Run a script to its end. Raises what broke first: an invariant, a deadlock, or a bug's exception."""
-    return run_virtual(_play(script))
+    with tempfile.TemporaryDirectory(prefix="pearl-dst-") as folder:
+        return run_virtual(_play(script, Path(folder)))
