@@ -62,7 +62,8 @@ def read_configuration(framework: str, path: Path, model_path: str | None) -> Im
     else:
         flat = script(text)
     if not flat:
-        raise SettingsError(f"{path}: holds no command that starts reinforcement learning with {NAMES[framework]}, with arguments")
+        what = f"holds no command that starts reinforcement learning with {NAMES[framework]}, with arguments"
+        raise SettingsError(f"{path}: {what}")
     found = mapping(flat, model_path)
     if not found.recognized:
         raise SettingsError(f"{path}: none of its {len(flat)} keys is one of {framework}")

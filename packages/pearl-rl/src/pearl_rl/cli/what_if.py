@@ -124,13 +124,19 @@ def _plot(path: Path, source: str, knob: tuple[str, list[str]], policies: Sequen
     top = max(row.throughput for row in rows) * 1.1 or 1.0
     plot = Plot(960, 320, (-0.5, len(values) - 0.5), (0.0, top), f"throughput over {key}", left=64, top=24)
     plot.y_axis("tokens/s")
+    plot.text(948, 18, f"by {key}", anchor="end", css="axis title")
     inner = len(rows) // len(policies) // len(values)
+    groups = [
+        [row for number, row in enumerate(rows) if (number // inner) % len(values) == position]
+        for position in range(len(values))
+    ]
     for position, value in enumerate(values):
         plot.x_tick(position, value)
-        group = [row for number, row in enumerate(rows) if (number // inner) % len(values) == position]
-        for index, row in enumerate(group):
+        for index, row in enumerate(groups[position]):
             left = position - 0.4 + 0.8 * index / per_value
             tip = f"{row.name}: {row.throughput:,.0f} tokens/s"
             plot.bar(left, left + 0.76 / per_value, 0.0, row.throughput, colours[index % len(colours)], tip)
-    legend = [(colours[i % len(colours)], name) for i, name in enumerate(policies) if name and inner == 1]
+    # What tells the bars of a group apart: their names without what the group has in common.
+    names = [", ".join(part for part in row.name.split(", ") if part != f"{key}={values[0]}") for row in groups[0]]
+    legend = [(colours[index % len(colours)], name) for index, name in enumerate(names) if name]
     write_text(path, framed(plot, f"{source}: throughput over {key}", legend))

@@ -9,7 +9,9 @@ from pearl_rl.report.run_record import RunRecord
 from pearl_rl.report.svg import Plot
 
 _WIDTH = 960
-_HEAD_PX = 34
+_TITLE_PX, _ROW_PX, _FOOT_PX = 34, 22, 6
+_EM_PX = 7.2
+"""About how wide a letter of a legend is."""
 
 
 def standalone_plots(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -21,21 +23,26 @@ def standalone_plots(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def framed(plot: Plot, title: str, legend: Sequence[tuple[str, str]] = ()) -> str:
-    """A plot with its title, its legend (class, meaning) and its style inside."""
-    width, height = plot.width, plot.height + _HEAD_PX
-    swatches, x = "", 14.0 + 9.5 * len(title)
+    """A plot with its title, its legend (class, meaning) below that, and its style inside."""
+    swatches, x, row = "", 8.0, 0
     for css, words in legend:
+        length = 32 + _EM_PX * len(words)
+        if x > 8.0 and x + length > plot.width:
+            x, row = 8.0, row + 1
+        y = _TITLE_PX + row * _ROW_PX
         swatches += (
-            f'<rect class="fill {css} swatch" x="{x:.0f}" y="12" width="12" height="12"/>'
-            f'<text class="axis" x="{x + 17:.0f}" y="22">{escape(words)}</text>'
+            f'<rect class="fill {css} swatch" x="{x:.0f}" y="{y}" width="12" height="12"/>'
+            f'<text class="axis" x="{x + 17:.0f}" y="{y + 10}">{escape(words)}</text>'
         )
-        x += 32 + 7 * len(words)
+        x += length
+    head = _TITLE_PX + ((row + 1) * _ROW_PX if legend else 0)
+    width, height = plot.width, plot.height + head + _FOOT_PX
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(plot.label)}"><style>{escape(asset("page.css"))}'
         ".swatch.ink { fill: var(--ink); } .swatch.predicted { fill: var(--predicted); } "
-        ".swatch.cost { fill: var(--cost); }</style>"
+        ".swatch.cost { fill: var(--cost); } .swatch.faint { fill: var(--muted); }</style>"
         f'<rect width="{width}" height="{height}" style="fill:var(--paper)"/>'
         f'<text x="8" y="23" style="font:650 16px system-ui,sans-serif;fill:var(--ink)">{escape(title)}</text>'
-        f'{swatches}<g transform="translate(0 {_HEAD_PX})">{"".join(plot.parts)}</g></svg>\n'
+        f'{swatches}<g transform="translate(0 {head})">{"".join(plot.parts)}</g></svg>\n'
     )
