@@ -1,7 +1,10 @@
 """The whole control plane over simulated ports: nothing lost, the same log for the same seed, policies as named."""
 
+import gc
 import json
+import math
 import os
+import pickle
 import subprocess
 import sys
 
@@ -9,11 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pearl_executor.virtual_time import run_virtual
 from pearl_rl.cli.app import app
 from pearl_rl.errors import ExitCode, SettingsError
+from pearl_rl.simulation.archive import Archive
+from pearl_rl.simulation.batch_run import run_batch
 from pearl_rl.simulation.cluster import SimulatedCluster, simulate
+from pearl_rl.simulation.experiments.bench import batch_scripts
 from pearl_rl.simulation.parameters import load_parameters
+from pearl_rl.simulation.policies import affinity_slack
 from pearl_rl.simulation.scenario import BUNDLED, load_scenario, scenario_from
+from pearl_state.configuration import Configuration
+from pearl_state.events import RolloutBegan
 
 SMALL = {
     "name": "small",
@@ -91,6 +101,64 @@ def test_borrowed_gpus_speed_up_a_pool_that_is_too_small() -> None:
     assert borrowing.counts.borrows > 0
     assert borrowing.counts.returns > 0
     assert borrowing.throughput > 1.2 * alone.throughput
+
+
+def test_rolls_trajectories_stay_with_their_workers_and_others_are_balanced() -> None:
+    slack = {
+        name: affinity_slack(small(policy={"name": name}), binds=True)
+        for name in ("roll", "roll-large", "rlboost", "pearl")
+    }
+    assert slack == {"roll": math.inf, "roll-large": math.inf, "rlboost": 2.0, "pearl": 2.0}
+    assert affinity_slack(small(policy={"name": "roll"}), binds=False) == 2.0
+    cluster = SimulatedCluster(small(rollout={"batch": 24}, workload={"max_turns": 100, "max_context_tokens": 16_384}))
+    scripts = batch_scripts(cluster, 1)[0]
+    moved = {
+        bound: run_batch(scripts, Configuration.parse("4C"), cluster.worker_model(), bound=bound).moved_tokens
+        for bound in (False, True)
+    }
+    assert moved[False] > 0
+    assert moved[True] == 0
+
+
+def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
+    long = small(
+        rollout={"batch": 1, "group_size": 1},
+        workload={"max_turns": 1, "max_context_tokens": 2048},
+        policy={"name": "pearl", "prior": "roofline"},
+        run={"steps": 701},
+    )
+    cluster, held = SimulatedCluster(long), {}
+
+    def look(event, _state, _effects):
+        if isinstance(event, RolloutBegan) and event.step in (301, 701):
+            gc.collect()
+            held[event.step] = len(gc.get_objects())
+
+    cluster.on_control.append(look)
+    result = run_virtual(cluster.run())
+    assert len(result.steps) == 701
+    # Records of steps and decisions, more than one of each step, are packed after a while.
+    assert held[701] - held[301] < 0.25 * 400, f"objects at the beginning of steps: {held}"
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(0, 700))
+def test_an_archive_reads_like_the_tuple_of_what_was_put_into_it(pops, count) -> None:
+    archive, plain = Archive(), []
+    for number in range(count):
+        archive.append((number, "x"))
+        plain.append((number, "x"))
+        if number % 100 < len(pops):
+            assert archive.pop() == plain.pop()
+    assert archive == plain == list(archive)
+    assert len(archive) == len(plain)
+    assert archive != [*plain, 1]
+    assert archive[-3:] == tuple(plain[-3:])
+    for place in (0, len(plain) // 2, -1):
+        if plain:
+            assert archive[place] == plain[place]
+    with pytest.raises(IndexError):
+        archive[len(plain)]
+    assert pickle.loads(pickle.dumps(archive)) == archive
 
 
 def test_the_same_seed_gives_the_same_log_byte_for_byte_in_any_process() -> None:

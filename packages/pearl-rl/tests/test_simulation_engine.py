@@ -152,6 +152,35 @@ def test_a_root_is_held_once_however_many_begin_with_it() -> None:
     assert e.meter.prefill_tokens == 5000 + 3 * 1000
 
 
+def test_a_path_that_a_conversation_left_stays_until_its_turn_to_give_way_comes() -> None:
+    e = engine(kv_tokens=10_000, keeps_left_paths=True)
+    e.submit(request(0, prompt=4000, new=1), 0.0)
+    run_out(e)
+    # The history was edited after 1,500 tokens: the rest of the old path is of use to nobody.
+    e.submit(request(0, prompt=3000, new=1, reusable=1500), 1.0)
+    run_out(e)
+    assert e.kv.used == e.kv.kept == 1500 + 2500 + 1500
+    e.submit(request(1, prompt=5500, new=1), 2.0)
+    run_out(e)
+    assert e.kv.match("c0", "", 9999, 9999) == 3000, "the older rest gave way first"
+    assert e.kv.used == 1500 + 3000 + 5500
+    e.submit(request(2, prompt=3000, new=1), 3.0)
+    run_out(e)
+    assert e.kv.match("c0", "", 9999, 9999) == 1500
+    assert e.kv.used == 10_000
+
+
+def test_a_decode_engine_without_a_prefix_cache_needs_each_prompt_whole() -> None:
+    for cached, found in ((True, 3000), (False, 0)):
+        e = engine(Role.DECODE, decode_prefix_cache=cached)
+        for number in range(2):
+            turn = request(prompt=3000 + 500 * number, new=1, root="task", root_tokens=1000)
+            assert e.reserve(turn, float(number))
+            assert turn.cached_tokens == found * number
+            e.join(turn, number + 0.5)
+        assert e.kv.used == (3500 if cached else 0)
+
+
 def test_newer_weights_void_what_was_kept_and_pause_what_runs() -> None:
     e = engine()
     e.submit(request(0, prompt=2000, new=10), 0.0)
@@ -334,13 +363,14 @@ TestMixedEngineScripts = MixedEngineScripts.TestCase
 TestMixedEngineScripts.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.booleans()), max_size=60))
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.booleans(), st.integers(0, 50)), max_size=60))
 def test_the_pool_never_exceeds_its_budget(moves) -> None:
-    pool, holds = KvPool(100), []
-    for tokens, who, keep in moves:
+    pool, holds = KvPool(100, keeps_left_paths=True), []
+    for tokens, who, keep, reusable in moves:
         name = f"c{len(holds)}" if keep else f"c{who}"
         if pool.room_for(name, "root", 5, tokens + 5) >= 0 and len(holds) < 10:
-            holds.append((name, pool.take(name, "root", 5, tokens + 5)))
+            found = pool.match(name, "root", tokens + 5, reusable)
+            holds.append((name, pool.take(name, "root", 5, tokens + 5, found)))
         elif holds:
             owner, hold = holds.pop(0)
             if keep:

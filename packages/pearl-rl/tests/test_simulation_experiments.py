@@ -164,4 +164,7 @@ def test_another_parameter_set_calibrated_on_the_same_rows_meets_them(capsys) ->
     with pytest.raises(SystemExit) as ended:
         app(["reproduce", "F2b", "--parameters", "papr"])
     assert ended.value.code == 2
-    assert "parameters = papr: no such parameter set; known are paper, history-edited" in capsys.readouterr().err
+    assert (
+        "parameters = papr: no such parameter set; known are paper, history-edited, roll-sglang"
+        in capsys.readouterr().err
+    )

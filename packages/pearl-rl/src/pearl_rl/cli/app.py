@@ -176,7 +176,7 @@ def reproduce(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
     seeds: Annotated[int, typer.Option(help="Seeds of the whole simulations of F5, F7 and F8.")] = 1,
     parameters: Annotated[
-        str, typer.Option(metavar="SET", help="Parameter set in place of the paper's: history-edited.")
+        str, typer.Option(metavar="SET", help="Parameter set in place of the paper's: history-edited, roll-sglang.")
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Short runs, only to see that everything works.")] = False,
     as_json: AsJson = False,

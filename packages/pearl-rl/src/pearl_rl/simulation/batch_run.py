@@ -5,6 +5,7 @@ times faster. Trajectories stay where their prefix is unless that worker is much
 """
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -91,9 +92,16 @@ class _Worker:
 
 class _BatchRun:
     def __init__(
-        self, scripts: Sequence[Script], stable_fraction: float, configuration: Configuration, model: WorkerModel
+        self,
+        scripts: Sequence[Script],
+        stable_fraction: float,
+        configuration: Configuration,
+        model: WorkerModel,
+        *,
+        bound: bool,
     ) -> None:
         self._model = model
+        self._slack = math.inf if bound else _SLACK
         self._stable = stable_fraction
         self._links = KvLinks(model.link_bytes_per_s, model.link_latency_s)
         roles = [Role.PREFILL] * configuration.prefill + [Role.DECODE] * configuration.decode
@@ -207,7 +215,7 @@ class _BatchRun:
         home = play.decode
         if home >= 0:
             least = self.workers[best].load
-            if self.workers[home].load <= least + max(_SLACK, _SLACK_RATIO * least):
+            if self.workers[home].load <= least + max(self._slack, _SLACK_RATIO * least):
                 return home
             self.workers[home].cached.pop(play.number, None)
         self.workers[best].cached[play.number] = play.context
@@ -282,9 +290,16 @@ class _BatchRun:
 
 
 def run_batch(
-    scripts: Sequence[Script], configuration: Configuration, model: WorkerModel, *, stable_fraction: float = 1.0
+    scripts: Sequence[Script],
+    configuration: Configuration,
+    model: WorkerModel,
+    *,
+    stable_fraction: float = 1.0,
+    bound: bool = False,
 ) -> BatchOutcome:
     """Play `scripts` from an empty cluster of `configuration` until the last one ends.
+
+    With `bound` each trajectory stays on the worker that it began on, as in ROLL.
 
     Raises `ValueError` for a configuration without workers, or a trajectory that no engine can hold.
     """
@@ -292,4 +307,4 @@ def run_batch(
         raise ValueError("a batch needs at least one worker")
     if not scripts:
         raise ValueError("a batch needs at least one trajectory")
-    return _BatchRun(scripts, stable_fraction, configuration, model).run()
+    return _BatchRun(scripts, stable_fraction, configuration, model, bound=bound).run()

@@ -43,7 +43,14 @@ from pearl_rl.simulation.meter import COUNTERS
 from pearl_rl.simulation.oracle import MOST_WORKERS, OraclePolicy, first_batches
 from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, SimulationResult
 from pearl_rl.simulation.parameters import Parameters, load_parameters
-from pearl_rl.simulation.policies import injection, policy_setup, readiness, straggler_patience, task_gate
+from pearl_rl.simulation.policies import (
+    affinity_slack,
+    injection,
+    policy_setup,
+    readiness,
+    straggler_patience,
+    task_gate,
+)
 from pearl_rl.simulation.prior import platform_prior, workload_prior
 from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
@@ -188,7 +195,9 @@ class SimulatedCluster:
             runtime if folder is None else RecordedGeneration(runtime, folder.record_request),
             RouterLimits(
                 serving=ServingLimits(
-                    affinity_slack=2.0, affinity_slack_ratio=0.25, prefix_reuse=self.workload.stable_fraction
+                    affinity_slack=affinity_slack(scenario, binds=parameters.routing.roll_binds),
+                    affinity_slack_ratio=0.25,
+                    prefix_reuse=self.workload.stable_fraction,
                 ),
                 no_worker_s=86_400.0,
                 stall_s=7200.0,
@@ -279,7 +288,7 @@ class SimulatedCluster:
             policy=scenario.policy.name,
             seed=scenario.run.seed,
             model=self.model.name,
-            steps=tuple(watch.steps),
+            steps=watch.steps,
             elapsed_s=loop.time(),
             counts=SimulationCounts(
                 expansions=watch.expansions,
@@ -297,8 +306,8 @@ class SimulatedCluster:
                 dropped_trajectories=outcome.counts.dropped,
             ),
             engines=EngineTotals(**totals),  # type: ignore[arg-type]
-            timeline=tuple(watch.timeline),
-            decisions=tuple(watch.decisions),
+            timeline=watch.timeline,
+            decisions=watch.decisions,
             rollout_gpu_s=watch.gpu_s,
             training_busy_s=trainer.busy_s,
             reconfiguration_s={name: tuple(values) for name, values in watch.took.items()},
@@ -393,6 +402,8 @@ def engine_limits(scenario: Scenario, parameters: Parameters, model: ModelSpec, 
         reserve_tokens=engine.reserve_tokens,
         mixed=engine.mixed,
         phase_switch_s=engine.phase_switch_s,
+        keeps_left_paths=engine.keeps_left_paths,
+        decode_prefix_cache=engine.decode_prefix_cache,
     )
 
 

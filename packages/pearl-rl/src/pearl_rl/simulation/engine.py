@@ -78,7 +78,7 @@ class Engine:
     def __init__(self, costs: IterationCosts, limits: SimulatedEngineLimits, role: Role = Role.COLOCATED) -> None:
         self.limits = limits
         self.role = role
-        self.kv = KvPool(limits.kv_tokens)
+        self.kv = KvPool(limits.kv_tokens, keeps_left_paths=limits.keeps_left_paths)
         self.meter = EngineMeter()
         self._costs = costs
         self._waiting: deque[EngineRequest] = deque()
@@ -443,7 +443,8 @@ class Engine:
             raise ValueError(f"{request.rid}: {needed} tokens never fit a KV budget of {self.limits.kv_tokens} tokens")
 
     def _has_room(self, request: EngineRequest) -> bool:
-        room = self.kv.room_for(request.conversation, request.root, request.root_tokens, request.context_tokens)
+        conversation, root = self._names(request)
+        room = self.kv.room_for(conversation, root, request.root_tokens, request.context_tokens)
         others = len(self._batch)
         if self.role is Role.PREFILL or (others == 0 and self.kv.pinned == 0):
             return room >= 0
@@ -451,11 +452,18 @@ class Engine:
 
     def _take_room(self, request: EngineRequest) -> None:
         context = request.context_tokens
-        found = self.kv.match(request.conversation, request.root, context, request.reusable)
-        request.hold = self.kv.take(request.conversation, request.root, request.root_tokens, context)
+        conversation, root = self._names(request)
+        found = self.kv.match(conversation, root, context, request.reusable)
+        request.hold = self.kv.take(conversation, root, request.root_tokens, context, found)
         request.cached_tokens = request.computed = found
         request.stage = Stage.RESERVED
         self.meter.cached_tokens += found
+
+    def _names(self, request: EngineRequest) -> tuple[str, str]:
+        """Under which names its conversation and its root are cached; empty where nothing is."""
+        if self.role is Role.DECODE and not self.limits.decode_prefix_cache:
+            return "", ""
+        return request.conversation, request.root
 
     def _leave(self, request: EngineRequest) -> None:
         """Take a request out from wherever it is."""
@@ -477,7 +485,7 @@ class Engine:
         if request.hold is not None:
             # Of a decode side whose KV never came, only what was cached before is there.
             there = request.computed if request.stage in (Stage.PREFILL, Stage.RESERVED) else request.context_tokens
-            self.kv.keep(request.conversation, request.hold, there)
+            self.kv.keep(self._names(request)[0], request.hold, there)
             request.hold = None
         request.stage = Stage.ENDED
         self._in_hand.pop(request, None)

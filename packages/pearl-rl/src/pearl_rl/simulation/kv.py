@@ -1,7 +1,9 @@
 """The KV budget of one simulated engine: sequences in hand, and kept prefixes that give way, oldest first.
 
 Like a radix cache over whole conversations: one entry for each conversation, and below it the root that several
-conversations share (the task's first prompt), which is held once.
+conversations share (the task's first prompt), which is held once. Where a prompt leaves the path of the one before it
+(a history that was edited, reasoning that was dropped), a radix cache keeps the rest of the old path too: nobody will
+ask for it again, but the cache cannot know, and holds it until its turn to give way comes.
 """
 
 from collections import OrderedDict
@@ -25,6 +27,9 @@ class _Entry:
     tokens: int
     """Beyond the root."""
     root: Root | None
+    """None also for the rest of a path that its conversation left."""
+    conversation: str
+    """Whose newest path it is; empty for one that was left."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +51,12 @@ class Hold:
 class KvPool:
     """Token-exact accounting. Never exceeds `capacity`: `used` = in hand + kept + roots."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, keeps_left_paths: bool = False) -> None:
+        """`keeps_left_paths`: whether what a conversation left of its old path stays until it must give way."""
         if capacity < 1:
             raise ValueError(f"a KV budget of {capacity} tokens: must be at least 1")
         self.capacity = capacity
+        self._keeps_left_paths = keeps_left_paths
         self.pinned = 0
         """Tokens of sequences in hand, without roots."""
         self.kept = 0
@@ -57,7 +64,11 @@ class KvPool:
         self.root_tokens = 0
         self.held_roots = 0
         """Tokens of roots that a sequence in hand begins with."""
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        """Kept paths by number, the one longest unused first."""
+        self._newest: dict[str, int] = {}
+        """Conversation → number of its newest path."""
+        self._numbers = 0
         self._roots: dict[str, Root] = {}
         self._epoch = 0
         self.evicted_tokens = 0
@@ -74,7 +85,7 @@ class KvPool:
 
     def match(self, conversation: str, root: str, prompt_tokens: int, reusable: int) -> int:
         """Tokens of a prompt that are here: its conversation's, else its root's; never the last token."""
-        entry = self._entries.get(conversation)
+        entry = self._entry(conversation)
         if entry is not None:
             found = entry.tokens + (entry.root.tokens if entry.root else 0)
         else:
@@ -84,19 +95,21 @@ class KvPool:
 
     def room_for(self, conversation: str, root: str, root_tokens: int, prompt_tokens: int) -> int:
         """By how much `attainable` exceeds what this prompt would take (negative: it does not fit)."""
-        entry = self._entries.get(conversation)
+        entry = self._entry(conversation)
         shared = entry.root if entry is not None else self._roots.get(root)
         if shared is None:
             return self.attainable - max(prompt_tokens, root_tokens)
         held = shared.tokens if shared.holds else 0
         return self.attainable - (prompt_tokens - held)
 
-    def take(self, conversation: str, root: str, root_tokens: int, prompt_tokens: int) -> Hold:
-        """Occupy a whole prompt; its conversation's kept prefix goes over into the hold, the rest is evicted for."""
-        entry = self._entries.pop(conversation, None)
+    def take(self, conversation: str, root: str, root_tokens: int, prompt_tokens: int, found: int = 1 << 60) -> Hold:
+        """Occupy a whole prompt; what it has in common with its conversation's kept path, `found` tokens of it, goes
+        over into the hold, the rest of that path stays as it is, and room is made for the rest of the prompt.
+        """
+        entry = self._entry(conversation)
         if entry is not None:
-            self.kept -= entry.tokens
             shared = entry.root
+            self._leave_path(conversation, entry, max(0, found - (shared.tokens if shared else 0)))
         else:
             shared = self._share(root, root_tokens)
         own = prompt_tokens
@@ -108,6 +121,21 @@ class KvPool:
         self.pinned += own
         self._make_room()
         return Hold(tokens=own, root=shared, epoch=self._epoch)
+
+    def _entry(self, conversation: str) -> _Entry | None:
+        number = self._newest.get(conversation)
+        return None if number is None else self._entries[number]
+
+    def _leave_path(self, conversation: str, entry: _Entry, common: int) -> None:
+        """A conversation goes on from the first `common` tokens (beyond the root) of its kept path."""
+        number = self._newest.pop(conversation)
+        common = min(common, entry.tokens) if self._keeps_left_paths else entry.tokens
+        self.kept -= common
+        entry.tokens -= common
+        # Its use of the root goes over to the hold.
+        entry.root, entry.conversation = None, ""
+        if not entry.tokens:
+            del self._entries[number]
 
     def _share(self, name: str, tokens: int) -> Root | None:
         if not name or tokens <= 0:
@@ -137,8 +165,11 @@ class KvPool:
             self.drop(hold)
             return
         self._let_go(hold)
-        self._forget(conversation)
-        self._entries[conversation] = _Entry(own, root)
+        if (before := self._newest.get(conversation)) is not None:
+            self._forget(before)
+        self._numbers += 1
+        self._entries[self._numbers] = _Entry(own, root, conversation)
+        self._newest[conversation] = self._numbers
         self.kept += own
 
     def _let_go(self, hold: Hold) -> None:
@@ -159,7 +190,7 @@ class KvPool:
     def evict(self, tokens: int) -> None:
         """Free at least `tokens` of kept prefixes, or all: the ends of those longest unused first."""
         while tokens > 0 and self._entries:
-            conversation, entry = next(iter(self._entries.items()))
+            number, entry = next(iter(self._entries.items()))
             if entry.tokens > tokens:
                 entry.tokens -= tokens
                 self.kept -= tokens
@@ -168,7 +199,7 @@ class KvPool:
             tokens -= entry.tokens
             before = self.root_tokens
             self.evicted_tokens += entry.tokens
-            self._forget(conversation)
+            self._forget(number)
             tokens -= before - self.root_tokens
 
     def _make_room(self) -> None:
@@ -176,11 +207,12 @@ class KvPool:
         if excess > 0:
             self.evict(excess)
 
-    def _forget(self, conversation: str) -> None:
-        entry = self._entries.pop(conversation, None)
-        if entry is not None:
-            self.kept -= entry.tokens
-            self._leave(entry.root)
+    def _forget(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        if entry.conversation:
+            del self._newest[entry.conversation]
+        self.kept -= entry.tokens
+        self._leave(entry.root)
 
     def _leave(self, root: Root | None) -> None:
         if root is None:

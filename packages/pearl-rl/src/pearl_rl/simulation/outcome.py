@@ -84,13 +84,13 @@ class SimulationResult:
     policy: str
     seed: int
     model: str
-    steps: tuple[StepRecord, ...]
+    steps: Sequence[StepRecord]
     elapsed_s: float
     """Virtual time of the whole run, seconds."""
     counts: SimulationCounts
     engines: EngineTotals
-    timeline: tuple[Interval, ...] = ()
-    decisions: tuple[DecisionRecord, ...] = ()
+    timeline: Sequence[Interval] = ()
+    decisions: Sequence[DecisionRecord] = ()
     rollout_gpu_s: float = 0.0
     """GPU-seconds that rollout workers served or could have."""
     training_busy_s: float = 0.0

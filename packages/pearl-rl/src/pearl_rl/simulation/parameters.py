@@ -27,6 +27,10 @@ class EngineParameters:
     mixed: bool = False
     phase_switch_s: float = 0.0
     """At each change between prefill and decode on a colocated worker (T_over of PEARL eq. (1)), seconds."""
+    keeps_left_paths: bool = False
+    """Whether a prefix cache holds what an edited history left until it must give way, as SGLang's does."""
+    decode_prefix_cache: bool = True
+    """Whether decode workers keep prefixes (SGLang: `--disaggregation-decode-enable-radix-cache`)."""
     attention_ranks: int = 1
     """Data-parallel attention ranks of one worker (see `data_parallel`)."""
 
@@ -40,6 +44,14 @@ class LinkParameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingParameters:
+    """Who serves whose calls."""
+
+    roll_binds: bool = False
+    """Whether policies `roll` and `roll-large` bind each trajectory to a worker for good, as ROLL's own router does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
     """One set for one model."""
 
@@ -47,6 +59,7 @@ class Parameters:
     training: TrainingTimes
     engine: EngineParameters
     links: LinkParameters
+    routing: RoutingParameters = RoutingParameters()
     overheads: IterationOverheads
     workload: Mapping[str, float]
     """Scales of `WorkloadOptions` where a scenario sets none."""
@@ -59,6 +72,7 @@ _GROUPS: Mapping[str, type[Any]] = {
     "training": TrainingTimes,
     "engine": EngineParameters,
     "links": LinkParameters,
+    "routing": RoutingParameters,
     "overheads": IterationOverheads,
 }
 

@@ -108,6 +108,18 @@ def readiness(scenario: Scenario, post: Callable[[Event], None]) -> ReadinessMon
     return ReadinessMonitor(settings, group_size=rollout.group_size, post=post)
 
 
+_BOUND = frozenset({"roll", "roll-large"})
+
+
+def affinity_slack(scenario: Scenario, *, binds: bool) -> float:
+    """How many more requests a trajectory's worker may have before the trajectory moves.
+
+    ROLL binds each environment to a worker with its first request, for good (`RequestScheduler`, `src_rank2_dp_rank`);
+    elastic systems balance. `binds`: whether that is simulated.
+    """
+    return math.inf if binds and scenario.policy.name in _BOUND else 2.0
+
+
 _PATIENCE = 0.1
 
 

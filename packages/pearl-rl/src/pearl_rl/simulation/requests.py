@@ -23,6 +23,10 @@ class SimulatedEngineLimits:
     """Whether running sequences decode along in iterations with prefill."""
     phase_switch_s: float = 0.0
     """Extra at each change between prefill and decode on a colocated worker, seconds."""
+    keeps_left_paths: bool = False
+    """Whether the cache holds what an edited history left, as a radix cache does."""
+    decode_prefix_cache: bool = True
+    """Whether a decode worker keeps prefixes, so that only what is new is handed over to it."""
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "chunk_tokens", "max_running"):

@@ -130,14 +130,18 @@ class SimulatedRuntime:
         return self._memory(worker, held_before=False, held_after=True)
 
     async def switch_role(self, worker: Worker, role: Role) -> None:
-        """See `WorkerPort`. Its cache goes."""
+        """See `WorkerPort`. Its cache goes.
+
+        A process without device memory takes its role up when it resumes, where `resumes_in_any_role` says so.
+        """
         process = self._process(worker)
         if not process.engine.idle or process.loading:
             raise WorkerError(f"worker {worker.id} changes its role while busy or loading")
         if process.role is role:
             return
-        flip = Role.COLOCATED not in (process.role, role)
-        await asyncio.sleep(self._times.flip_s if flip else self._times.relaunch_s)
+        if process.resident or not self._times.resumes_in_any_role:
+            flip = Role.COLOCATED not in (process.role, role)
+            await asyncio.sleep(self._times.flip_s if flip else self._times.relaunch_s)
         self._process(worker)
         process.engine.clear()
         process.engine.role = role

@@ -1,13 +1,13 @@
 """Follows the control plane of a simulation: timeline of configurations, decisions, counts, predicted step times."""
 
 from collections.abc import Callable
-from sys import intern
 
 from pearl_executor.calls import Action
 from pearl_planner.elastic import ElasticState
 from pearl_planner.reconcile import current_configuration
 from pearl_rl.control.prediction import StepPrediction
 from pearl_rl.observer import StepRecord
+from pearl_rl.simulation.archive import Archive
 from pearl_rl.simulation.outcome import DecisionRecord, Interval
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision
@@ -25,9 +25,9 @@ class Watch:
     def __init__(
         self, makespan_s: Callable[[ElasticState, Configuration], float | None], now_s: Callable[[], float]
     ) -> None:
-        self.steps: list[StepRecord] = []
-        self.timeline: list[Interval] = []
-        self.decisions: list[DecisionRecord] = []
+        self.steps: Archive[StepRecord] = Archive()
+        self.timeline: Archive[Interval] = Archive()
+        self.decisions: Archive[DecisionRecord] = Archive()
         self.expansions = self.reclaims = self.borrows = self.returns = 0
         self.mode_switches = self.ratio_switches = 0
         self.gpu_s = 0.0
@@ -114,9 +114,8 @@ class Watch:
             DecisionRecord(
                 at_s=self._now_s(),
                 trigger=effect.trigger,
-                # One text for all decisions that say the same: a long run has very many.
-                selected=intern(str(decision.selected)),
-                previous=None if decision.previous is None else intern(str(decision.previous)),
+                selected=str(decision.selected),
+                previous=None if decision.previous is None else str(decision.previous),
                 reason=str(decision.reason),
                 predicted_s=decision.predicted_s,
                 borrowed=effect.borrowed,

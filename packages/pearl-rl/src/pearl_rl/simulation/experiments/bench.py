@@ -58,12 +58,15 @@ class ClusterJob:
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """`batches` batches of a scenario's workload, each under one configuration; `alone`: each trajectory by itself."""
+    """`batches` batches of a scenario's workload, each under one configuration; `alone`: each trajectory by itself;
+    `bound`: each trajectory on one worker for good, where the parameter set says that ROLL does so.
+    """
 
     scenario: Scenario
     configuration: str
     batches: int
     alone: bool = False
+    bound: bool = False
 
     def run(self) -> BatchSummary:
         """See `Job`."""
@@ -179,7 +182,8 @@ def _batches(job: BatchJob) -> BatchSummary:
     if job.alone:
         sets = [[script] for scripts in sets for script in scripts]
     model, stable = cluster.worker_model(), cluster.workload.stable_fraction
-    outcomes = [run_batch(scripts, configuration, model, stable_fraction=stable) for scripts in sets]
+    bound = job.bound and cluster.parameters.routing.roll_binds
+    outcomes = [run_batch(scripts, configuration, model, stable_fraction=stable, bound=bound) for scripts in sets]
     prefill_s, decode_s = sum(o.prefill_s + o.switch_s for o in outcomes), sum(o.decode_s for o in outcomes)
     computed, generated = sum(o.prefill_tokens for o in outcomes), sum(o.generated_tokens for o in outcomes)
     return BatchSummary(

@@ -91,7 +91,10 @@ class Figure2b:
 
 
 class Figure2c:
-    """Qwen3-30B-A3B, 8 workers: the best ratio against colocation, by batch size."""
+    """Qwen3-30B-A3B, 8 workers: the best ratio against colocation, by batch size.
+
+    The paper extends ROLL by ratios: its colocation is ROLL's, which binds trajectories to workers.
+    """
 
     id = "F2c"
 
@@ -100,7 +103,7 @@ class Figure2c:
 
     def _job(self, batch: int, configuration: str) -> BatchJob:
         scenario = variant(_FIXED, name=f"batch-{batch}", model=_MOE, rollout={"batch": batch})
-        return BatchJob(scenario, configuration, self._batches)
+        return BatchJob(scenario, configuration, self._batches, bound=configuration.endswith("C"))
 
     def _configurations(self) -> list[str]:
         return [f"{p}P{_WORKERS_C - p}D" for p in range(1, _WORKERS_C)]
