@@ -15,7 +15,7 @@ from pearl_rl.report.charts import CHARTS, LEARNING, staleness_histogram, step_s
 from pearl_rl.report.diagnosis import Level, diagnose, reward_ends
 from pearl_rl.report.page import comparison_page, flat, lent_gpu_seconds, run_page, script_json, tiles
 from pearl_rl.report.run_record import percentiles, read_run
-from pearl_rl.report.standalone import standalone_plots
+from pearl_rl.report.standalone import framed, standalone_plots
 from pearl_rl.report.svg import Plot, number, ticks, time_ticks
 from pearl_rl.report.table_history import configuration_text, gpu_words, lanes, levels, snapshots
 from pearl_rl.report.thinning import buckets, means, sums
@@ -349,6 +349,15 @@ def test_time_is_marked_in_the_unit_that_suits():
     assert [text for _, text in time_ticks(0, 60, 3)] == ["0 s", "30 s", "60 s"]
     assert time_ticks(0, 7200, 4)[-1][1] == "120 min"
     assert time_ticks(0, 86_400, 4)[-1][1].endswith(" h")
+
+
+def test_a_plot_that_stands_alone_has_its_title_and_its_legend_on_lines_of_their_own():
+    text = framed(Plot(320, 100, (0.0, 1.0), (0.0, 1.0), "x"), "long" * 20, [("decode", "word" * 4)] * 5)
+    places = [tuple(map(int, found)) for found in re.findall(r'swatch" x="(\d+)" y="(\d+)"', text)]
+    assert len(set(places)) == 5
+    assert all(x < 320 and y > 30 for x, y in places)
+    # Two fit beside each other.
+    assert [y for _, y in places] == [34, 34, 56, 56, 78]
 
 
 def test_positions_follow_the_data():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -367,6 +368,17 @@ def test_the_prometheus_page_has_the_names_that_the_dashboard_asks_for() -> None
         telemetry.close()
     families = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
     assert {prometheus_name(metric) for metric in all_metrics()} <= families
+    samples: dict[str, set[str]] = {}
+    for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", page, re.MULTILINE):
+        samples.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    for panel in grafana()["panels"]:
+        (target,) = panel["targets"]
+        asked = set(re.findall(r"\bpearl_\w+", re.sub(r"by \([^)]*\)", "", target["expr"])))
+        grouped = set(re.findall(r"pearl_\w+", " ".join(re.findall(r"by \(([^)]*)\)", target["expr"]))))
+        assert asked
+        for name in asked:
+            # What is asked for is there, with the labels that it is grouped by and that the legend names.
+            assert grouped | set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= samples[name], panel["title"]
 
 
 def test_nothing_asked_for_needs_nothing() -> None:
@@ -387,8 +399,15 @@ def test_the_dashboard_shows_each_metric_once() -> None:
     assert len(places) == len(panels)
     for panel, metric in zip(panels, all_metrics(), strict=True):
         assert prometheus_name(metric) in panel["targets"][0]["expr"]
+        shown = panel["fieldConfig"]["defaults"]
+        assert shown["unit"] == ("s" if metric.unit == "s" else "percentunit" if metric.is_share else "none")
+        # The bounds are normal themselves, and are shown so; of what is measured, what is just within the upper one.
+        within = [] if metric.low is None else [metric.low]
         if metric.high is not None:
-            assert panel["fieldConfig"]["defaults"]["thresholds"]["steps"][-1]["value"] == metric.high
+            within.append(metric.high if metric.unit.startswith("{") else metric.high * 0.999)
+        for value in within:
+            steps = [s for s in shown["thresholds"]["steps"] if s["value"] is None or value >= s["value"]]
+            assert steps[-1]["color"] == "green", metric.name
     assert prometheus_name(METRICS.steps).endswith("_total")
     assert METRICS.steps.kind is Kind.COUNTER
 

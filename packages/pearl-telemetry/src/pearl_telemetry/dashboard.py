@@ -32,12 +32,8 @@ def grafana() -> dict[str, Any]:
 
 
 def _panel(index: int, metric: Metric) -> dict[str, Any]:
-    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
-    if metric.low is not None and metric.low != 0:
-        steps = [{"color": "red", "value": None}, {"color": "green", "value": metric.low}]
-    if metric.high is not None:
-        steps.append({"color": "red", "value": metric.high})
     described = f"{metric.meaning} Normal: {normal(metric)}." if normal(metric) else metric.meaning
+    steps = _steps(metric)
     return {
         "id": index + 1,
         "type": "timeseries",
@@ -52,12 +48,31 @@ def _panel(index: int, metric: Metric) -> dict[str, Any]:
         },
         "fieldConfig": {
             "defaults": {
-                "unit": "s" if metric.unit == "s" else "none",
+                "unit": _unit(metric),
                 "thresholds": {"mode": "absolute", "steps": steps},
+                "custom": {"thresholdsStyle": {"mode": "dashed" if len(steps) > 1 else "off"}},
             }
         },
         "targets": [{"refId": "A", "expr": _expression(metric), "legendFormat": _legend(metric)}],
     }
+
+
+def _steps(metric: Metric) -> list[dict[str, Any]]:
+    """Where the colour changes: each step's holds from its value on."""
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
+    if metric.low is not None and metric.low != 0:
+        steps = [{"color": "red", "value": None}, {"color": "green", "value": metric.low}]
+    if metric.high is not None:
+        # The bound itself is normal: of what is counted, red begins with the next whole one.
+        steps.append({"color": "red", "value": metric.high + 1 if metric.unit.startswith("{") else metric.high})
+    return steps
+
+
+def _unit(metric: Metric) -> str:
+    """As Grafana calls it."""
+    if metric.unit == "s":
+        return "s"
+    return "percentunit" if metric.is_share else "none"
 
 
 def _expression(metric: Metric) -> str:

@@ -33,6 +33,9 @@ class Metric:
     high: float | None = None
     """Above is a sign of trouble; None where no bound holds for all runs."""
 
+    is_share: bool = False
+    """Whether it is a part of something, which people read in percent."""
+
     def is_healthy(self, value: float) -> bool:
         """Whether a value is in the normal range."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
@@ -129,6 +132,7 @@ class Metrics:
         meaning="(predicted − measured) / measured makespan. Outside: the models do not fit this workload.",
         low=-0.25,
         high=0.25,
+        is_share=True,
     )
 
     # ---- workers

@@ -217,6 +217,7 @@ class RuntimeTracker:
             pair_moved_fraction=moved["pair_moved_fraction"],
             renewed_fraction=ema.get("renewed_fraction", 0.0),
             shared_tokens=ema.get("shared_tokens", 0.0),
+            steady=self._steady,
             active_by_turn=() if self._steady else ema.fractions,
             origin=measured,
         )
