@@ -53,7 +53,8 @@ class SamplerLender:
     def lend(self, remaining: int, *, loaded: bool = True) -> bool:
         """Ask eq. (7) for `remaining` trajectories; where it pays, put the training ranks into the routing.
 
-        `loaded`: the weight update has loaded them already (`skip_load`), as ROLL's does. Returns whether they serve.
+        `loaded`: the weight update has loaded them already (`skip_load`), as ROLL's does; where they are not lent, what
+        it loaded is put off the training GPUs again, or training would find no memory. Returns whether they serve.
         """
         if self.lent:
             return True
@@ -64,6 +65,8 @@ class SamplerLender:
             self._call("expand_sampler", self._gpus, skip_load=loaded)
             self.guest = self.guest.observe_toggle(activation_s=self._clock() - began)
             self.lent = True
+        elif loaded:
+            self._call("shrink_sampler", self._gpus)
         return self.lent
 
     def take_back(self) -> Mapping[str, Any]:

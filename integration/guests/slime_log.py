@@ -10,6 +10,7 @@ SGLang's metrics, or set PEARL_TRUST_PRIOR=1 to let it choose by the roofline of
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,25 @@ def log_rollout(rollout_id: int, args: Any, samples: Sequence[Any], extra_metric
 
 
 def _running(args: Any, per_engine: int) -> Configuration:
-    """What slime serves with: its simple flag knows prefill servers and the rest."""
+    """What slime serves with: the server groups that it was started with, or what its simple flag says."""
+    if getattr(args, "sglang_config", None):
+        return running_groups(Path(args.sglang_config).read_text(), per_engine)
     workers = args.rollout_num_gpus // per_engine
     prefill = getattr(args, "prefill_num_servers", None) or 0
     return Configuration(prefill=prefill, decode=workers - prefill) if prefill else Configuration(colocated=workers)
+
+
+def running_groups(text: str, per_engine: int) -> Configuration:
+    """The configuration that a `--sglang-config` starts for the model that is trained."""
+    import yaml  # slime reads the file with it, too
+
+    models = yaml.safe_load(text)["sglang"]
+    model = next((model for model in models if model.get("update_weights") is not False), models[0])
+    counts: Counter[str] = Counter()
+    for group in model.get("server_groups") or model.get("engine_groups") or []:
+        each = group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") or per_engine
+        counts[group["worker_type"]] += group["num_gpus"] // each
+    return Configuration(prefill=counts["prefill"], decode=counts["decode"], colocated=counts["regular"])
 
 
 def _write(decision: Decision, per_engine: int) -> None:

@@ -151,11 +151,25 @@ def test_roll_lends_where_it_pays_and_takes_back_exactly_as_often() -> None:
     assert lender.lend(64)
     assert lender.lend(64)
     lender.take_back()
-    assert not lender.lend(0)
+    assert not lender.lend(0, loaded=False)
     lender.take_back()
     assert [name for name, _, _ in scheduler.calls] == ["shrink_sampler", "expand_sampler", "shrink_sampler"]
     assert scheduler.calls[1][1:] == ([0, 1, 2, 3], {"skip_load": True})
     assert lender.guest.costs.toggle_s == pytest.approx(4.0)
+
+
+def test_roll_s_weight_update_is_put_off_the_training_gpus_where_they_are_not_lent() -> None:
+    scheduler = Scheduler([0.0])
+    lender = adapter("roll_sampler").SamplerLender(
+        guest(), call=scheduler, training_gpus=[0, 1], dedicated=4, lendable=8, clock=lambda: 0.0
+    )
+    lender.take_back()
+    cost_s = lender.guest.costs.toggle_s
+    assert not lender.lend(0)
+    assert lender.take_back() == {}
+    assert [name for name, _, _ in scheduler.calls] == ["shrink_sampler", "shrink_sampler"]
+    # That was no hand-over, so it is no measurement of one.
+    assert lender.guest.costs.toggle_s == cost_s
 
 
 def test_roll_with_nothing_to_lend_is_one_line() -> None:
@@ -205,3 +219,35 @@ def test_slime_gets_its_next_server_groups_and_still_logs_itself(
 def test_slime_server_groups_hold_every_gpu(text: str, kinds: list[str]) -> None:
     written = adapter("slime_log").server_groups(Configuration.parse(text), 2)
     assert [line.split(": ")[1] for line in written.splitlines() if "worker_type" in line] == kinds
+
+
+def test_slime_started_with_the_groups_that_it_was_given_is_known_to_serve_with_them() -> None:
+    module = adapter("slime_log")
+    for text in ("2P3D", "4C"):
+        chosen = Configuration.parse(text)
+        assert module.running_groups(module.server_groups(chosen, 2), 2) == chosen
+    several = """
+sglang:
+  - {name: judge, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 8}]}
+  - name: actor
+    num_gpus_per_engine: 4
+    engine_groups:
+      - {worker_type: prefill, num_gpus: 4}
+      - {worker_type: decode, num_gpus: 16, num_gpus_per_engine: 8}
+      - {worker_type: placeholder, num_gpus: 2}
+"""
+    assert module.running_groups(several, 2) == Configuration(prefill=1, decode=2)
+
+
+def test_slime_that_follows_the_planner_is_asked_from_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = adapter("slime_log")
+    started = tmp_path / "started.yaml"
+    started.write_text(module.server_groups(Configuration(prefill=3, decode=5), 2))
+    monkeypatch.setenv("PEARL_SGLANG_CONFIG", str(tmp_path / "next.yaml"))
+    args = SimpleNamespace(
+        rollout_num_gpus=16, rollout_num_gpus_per_engine=2, prefill_num_servers=None, sglang_config=str(started)
+    )
+    module.log_rollout(0, args, [sample(2000, [1] * 70) for _ in range(8)], {}, 60.0)
+    assert module._guest.current == Configuration(prefill=3, decode=5)

@@ -1,10 +1,18 @@
 """PEARL's borrow gate as a dynamic scheduling policy of verl's fully asynchronous trainer.
 
-Install `pearl-planner` where the trainer runs, import this module once there (for instance from the module that
-`actor_rollout_ref.model.external_lib` names), call `register(Guest.start(…), dedicated=…, lendable=…)`, and set
+Put this file and a module of yours beside the launch script, with `pearl-planner` installed where verl is:
 
-    async_training.use_dynamic_resource_scheduling: true
-    async_training.dynamic_schedule_policy: pearl
+    # pearl_hook.py
+    import verl_policy
+    from pearl_planner import Guest
+
+    verl_policy.register(Guest.start(model="qwen3-8b", gpu="h800", tensor_parallel=2), dedicated=4, lendable=8)
+
+and let verl import it in each of its processes, and use what it registers:
+
+    async_training.use_dynamic_resource_scheduling=True
+    async_training.dynamic_schedule_policy=pearl
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=pearl_hook
 
 verl's hybrid replicas are PEARL's overlap workers. Its own "default" policy compares the whole wait with the switching
 cost; this one asks eq. (7): what the *difference* between the two makespans saves on the samples that are missing.
