@@ -2,8 +2,8 @@
 
 `python integration/soak/soak.py --minutes 10`: scheduler, planner's step, executors, SGLang runtime and client, router
 and journal are the product's; the workers are stand-in servers (`pearl_executor.testing.sglang`), each with an address
-of its own, in a few processes. Workers are killed, hang, or break connections off at the given rate; streams of turns
-run all the time, and every token is checked against what an undisturbed worker would have said.
+of its own, in a few processes. Workers are killed or hang at the given rate, also while all of them start; streams of
+turns run all the time, and every token is checked against what an undisturbed worker would have said.
 
 Prints a line every so often and a JSON report at the end; exits with 1 where something did not hold.
 """
@@ -16,10 +16,12 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
-from contextlib import AsyncExitStack
+from collections import Counter, deque
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sglang_cpu"))
 from support import tiny_model
@@ -30,7 +32,7 @@ from pearl_executor.engines.sglang.runtime import SglangRuntime
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.ports import Sampling, WeightSnapshot
 from pearl_executor.testing.sglang.model import Weights, draw, extend
-from pearl_executor.testing.sglang.shelf import ShelfLauncher
+from pearl_executor.testing.sglang.shelf import ShelfLauncher, ShelvedServer
 from pearl_planner.elastic import Borrowing, ElasticSettings, initial_state
 from pearl_planner.policies import colocated_elastic
 from pearl_rl.control.scheduler import ElasticScheduler
@@ -58,7 +60,10 @@ PLATFORM = PlatformProfile(
     transfer_bytes_per_s=1e9,
 )
 REPORT_S = 10.0
-SETTLE_S = 180.0
+SETTLE_S = TIMEOUTS.start_s + 60.0
+"""One that hangs while it starts is given up, with its group, when its time to start is over."""
+MOST_SERVE = 0.9
+"""Part of the workers that must come to serve while workers fail."""
 KINDS = (("killed", 0.8), ("hung", 0.2))
 
 
@@ -102,8 +107,11 @@ class Soak:
         self.problems: list[str] = []
         self.latencies_s: list[float] = []
         self.longest_s = 0.0
+        self.broken: set[str] = set()
+        self.broken_starting = 0
         self.least_active = plan.workers
         self.active = 0
+        self.most_active = asyncio.Event()
         self.all_active = asyncio.Event()
         self.ending = asyncio.Event()
 
@@ -115,10 +123,7 @@ class Soak:
         before = len(asyncio.all_tasks())
         async with AsyncExitStack() as stack:
             await self._open(stack, model, snapshot)
-            began_s = time.monotonic()
-            await self._until_all_active(TIMEOUTS.start_s)
-            start_s = time.monotonic() - began_s
-            print(f"{self.plan.workers} workers serve after {start_s:.1f} s", flush=True)
+            start_s = await self._start()
             self.quiet_tasks = len(asyncio.all_tasks())
             await self._soak()
             await self._until_all_active(SETTLE_S)
@@ -180,10 +185,33 @@ class Soak:
     def _stepped(self, event, state, effects) -> None:
         self.counts[type(event).__name__] += 1
         self.active = len(state.table.active())
+        if self.active >= MOST_SERVE * self.plan.workers:
+            self.most_active.set()
         if self.active == self.plan.workers:
             self.all_active.set()
         else:
             self.all_active.clear()
+
+    async def _start(self) -> float:
+        """Have most workers come to serve while workers fail at the plan's rate, then all. Returns the first's seconds."""
+        began_s = time.monotonic()
+        failing = asyncio.create_task(self._fail(TIMEOUTS.start_s))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUTS.start_s):
+                await self.most_active.wait()
+        start_s = time.monotonic() - began_s
+        failing.cancel()
+        await asyncio.gather(failing, return_exceptions=True)
+        self.broken_starting, self.counts["killed"], self.counts["hung"] = self._broken, 0, 0
+        groups = f"{self.counts['GroupPrepared']} groups came up, {self.counts['GroupFailed']} failed"
+        print(
+            f"{self.active} workers serve after {start_s:.1f} s, {self.broken_starting} broken meanwhile, {groups}",
+            flush=True,
+        )
+        if not self.most_active.is_set():
+            self._problem(f"only {self.active} of {self.plan.workers} workers came to serve in {start_s:.0f} s")
+        await self._until_all_active(SETTLE_S)
+        return start_s
 
     async def _until_all_active(self, limit_s: float) -> None:
         try:
@@ -196,11 +224,8 @@ class Soak:
 
     async def _soak(self) -> None:
         streams = [asyncio.create_task(self._stream(number)) for number in range(self.plan.streams)]
-        failing = asyncio.create_task(self._fail())
         watching = asyncio.create_task(self._watch())
-        await asyncio.sleep(60.0 * self.plan.minutes)
-        failing.cancel()
-        await asyncio.gather(failing, return_exceptions=True)
+        await self._fail(60.0 * self.plan.minutes)
         self.ending.set()
         await asyncio.gather(*streams)
         watching.cancel()
@@ -249,23 +274,30 @@ class Soak:
             state = extend(state, [token])
         return tokens
 
-    async def _fail(self) -> None:
-        """Break workers at the plan's rate, evenly at random over time."""
-        per_s = self.plan.workers * self.plan.failing_per_minute / 60.0
-        names, weights = zip(*KINDS, strict=True)
-        next_s = _now_s()
+    async def _fail(self, seconds: float) -> None:
+        """Break as many workers as the plan says, at moments drawn evenly over `seconds`.
+
+        By the clock, however long a victim takes: what a busy machine was late with is made up at once.
+        """
+        began_s = _now_s()
+        count = round(self.plan.workers * self.plan.failing_per_minute * seconds / 60.0)
+        due = deque(sorted(self.draw.uniform(0.0, seconds) for _ in range(count)))
         async with asyncio.TaskGroup() as tasks:
-            while True:
-                # By the clock, however long a victim takes: the rate is the plan's.
-                next_s += self.draw.expovariate(per_s)
-                await asyncio.sleep(max(0.0, next_s - _now_s()))
-                victims = [server for server in self.launcher.servers if not server.exited.done()]
-                if not victims:
-                    continue
-                victim = self.draw.choice(victims)
-                kind = self.draw.choices(names, weights)[0]
-                tasks.create_task(victim.kill() if kind == "killed" else victim.hang())
-                self.counts[kind] += 1
+            while due:
+                await asyncio.sleep(max(0.05, began_s + due[0] - _now_s()))
+                sound = [s for s in self.launcher.servers if not s.exited.done() and s.name not in self.broken]
+                self.draw.shuffle(sound)
+                while due and sound and began_s + due[0] <= _now_s():
+                    due.popleft()
+                    tasks.create_task(self._break(sound.pop()))
+            await asyncio.sleep(max(0.0, began_s + seconds - _now_s()))
+
+    def _break(self, victim: ShelvedServer) -> Coroutine[Any, Any, None]:
+        names, weights = zip(*KINDS, strict=True)
+        kind = self.draw.choices(names, weights)[0]
+        self.counts[kind] += 1
+        self.broken.add(victim.name)
+        return victim.kill() if kind == "killed" else victim.hang()
 
     async def _watch(self) -> None:
         began_s = _now_s()
@@ -326,6 +358,7 @@ class Soak:
             "minutes": plan.minutes,
             "streams": plan.streams,
             "start_s": round(start_s, 1),
+            "broken_starting": self.broken_starting,
             "killed": self.counts["killed"],
             "hung": self.counts["hung"],
             "failing_per_minute": round(self._broken / plan.workers / plan.minutes, 4),
