@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from pearl_state.trajectory import TrajectoryId
 from pearl_state.worker import GpuId
 
 TURNS, NEW_TOKENS, PROMPT_TOKENS = 3, 8, 24
-TIMEOUTS = SglangTimeouts(start_s=240.0, control_s=60.0, generate_s=120.0, poll_s=10.0, silence_s=24.0, stop_s=1.0)
+TIMEOUTS = SglangTimeouts(control_s=60.0, generate_s=120.0, poll_s=10.0, silence_s=24.0, stop_s=1.0)
 WORKLOAD = WorkloadProfile(batch=256, turns=TURNS, new_prompt_tokens=PROMPT_TOKENS, response_tokens=NEW_TOKENS)
 PLATFORM = PlatformProfile(
     decode_fixed_s=0.03,
@@ -60,8 +60,7 @@ PLATFORM = PlatformProfile(
     transfer_bytes_per_s=1e9,
 )
 REPORT_S = 10.0
-SETTLE_S = TIMEOUTS.start_s + 60.0
-"""One that hangs while it starts is given up, with its group, when its time to start is over."""
+SETTLE_S = 60.0
 MOST_SERVE = 0.9
 """Part of the workers that must come to serve while workers fail."""
 KINDS = (("killed", 0.8), ("hung", 0.2))
@@ -80,6 +79,8 @@ class Plan:
     shelves: int = 2
     step_s: float = 0.25
     """Between two tokens of a request."""
+    start_s: float = 240.0
+    """A worker that is not up by then is given up, and its group with it."""
     seed: int = 0
     folder: Path = field(default_factory=Path)
 
@@ -126,7 +127,7 @@ class Soak:
             start_s = await self._start()
             self.quiet_tasks = len(asyncio.all_tasks())
             await self._soak()
-            await self._until_all_active(SETTLE_S)
+            await self._until_all_active(self.plan.start_s + SETTLE_S)
             await self._check_quiet()
         for _ in range(50):
             if len(asyncio.all_tasks()) <= before:
@@ -147,8 +148,9 @@ class Soak:
             memory_probe=MemoryProbe.PROCESS,
             env={"PEARL_STANDIN_STEP_S": str(plan.step_s)},
         )
+        timeouts = replace(TIMEOUTS, start_s=plan.start_s)
         self.launcher = await stack.enter_async_context(ShelfLauncher(plan.shelves))
-        runtime = SglangRuntime(options, plan.folder / "workers", timeouts=TIMEOUTS, launcher=self.launcher)
+        runtime = SglangRuntime(options, plan.folder / "workers", timeouts=timeouts, launcher=self.launcher)
         self.runtime = await stack.enter_async_context(runtime)
         settings = ElasticSettings(policy=colocated_elastic(), borrowing=Borrowing.OFF, max_restarts=1_000_000)
         state = initial_state(
@@ -193,11 +195,11 @@ class Soak:
             self.all_active.clear()
 
     async def _start(self) -> float:
-        """Have most workers come to serve while workers fail at the plan's rate, then all. Returns the first's seconds."""
+        """Have most workers come to serve while workers fail at the plan's rate, then all. Returns the time of most."""
         began_s = time.monotonic()
-        failing = asyncio.create_task(self._fail(TIMEOUTS.start_s))
+        failing = asyncio.create_task(self._fail(self.plan.start_s))
         with suppress(TimeoutError):
-            async with asyncio.timeout(TIMEOUTS.start_s):
+            async with asyncio.timeout(self.plan.start_s):
                 await self.most_active.wait()
         start_s = time.monotonic() - began_s
         failing.cancel()
@@ -210,7 +212,7 @@ class Soak:
         )
         if not self.most_active.is_set():
             self._problem(f"only {self.active} of {self.plan.workers} workers came to serve in {start_s:.0f} s")
-        await self._until_all_active(SETTLE_S)
+        await self._until_all_active(self.plan.start_s + SETTLE_S)
         return start_s
 
     async def _until_all_active(self, limit_s: float) -> None:
@@ -419,6 +421,7 @@ def main() -> int:
     parser.add_argument("--failing-per-minute", type=float, default=Plan.failing_per_minute, help="part of the workers")
     parser.add_argument("--streams", type=int, default=Plan.streams, help="trajectories at the same time")
     parser.add_argument("--shelves", type=int, default=Plan.shelves, help="processes that hold the workers")
+    parser.add_argument("--start-s", type=float, default=Plan.start_s, help="a worker not up by then is given up")
     parser.add_argument("--seed", type=int, default=Plan.seed)
     given = vars(parser.parse_args())
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:

@@ -7,7 +7,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from soak import Plan, Soak
 
-SMALL = {"minutes": 0.2, "workers": 24, "streams": 8, "shelves": 1, "failing_per_minute": 2.0, "step_s": 0.05}
+SMALL = {
+    "minutes": 0.2,
+    "workers": 24,
+    "streams": 8,
+    "shelves": 1,
+    "failing_per_minute": 2.0,
+    "step_s": 0.05,
+    "start_s": 8.0,
+}
 
 
 def play(soak):
