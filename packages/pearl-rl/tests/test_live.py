@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -253,6 +254,29 @@ def test_a_run_that_does_not_listen_says_how_to_make_it(tmp_path, capsys, monkey
     code, _, error = say(capsys, "unpin")
     assert code == 5
     assert "the run may be over" in error
+
+
+def test_what_listens_there_now_and_is_no_run_is_one_line(tmp_path, capsys, monkeypatch):
+    with RunFolder.create(load_settings(), tmp_path / "runs" / "one"):
+        pass
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = b"HTTP/1.1 200 OK\r\n\r\n<html>somebody else</html>"
+
+        def serve():
+            taken, _ = server.accept()
+            with taken:
+                taken.recv(65_536)
+                taken.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        where = {"url": f"http://127.0.0.1:{server.getsockname()[1]}", "token": "x", "pid": 1}
+        (tmp_path / "runs" / "one" / "control.json").write_text(json.dumps(where))
+        code, _, error = say(capsys, "unpin")
+        thread.join(10)
+    assert (code, error.count("\n")) == (5, 1)
+    assert "is no control server of a run" in error
 
 
 def test_without_a_run_the_commands_ask_for_one(tmp_path, capsys, monkeypatch):

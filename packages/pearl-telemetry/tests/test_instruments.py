@@ -252,6 +252,18 @@ def test_what_is_not_measured_makes_no_point(provider: RecordingProvider, instru
     assert provider.points == []
 
 
+def test_a_decision_under_which_nobody_serves_predicts_nothing(
+    provider: RecordingProvider, instruments: Instruments
+) -> None:
+    nobody = Decision(
+        selected=Configuration(), previous=None, reason=Reason.INITIAL, budget_workers=0, candidates=(), considered=1,
+        predicted_s=float("inf"), switch=SwitchKind.NEW_WORKERS,
+    )  # fmt: skip
+    instruments.on_decision(nobody, "GpusReclaimed")
+    assert len(provider.of(METRICS.decisions)) == 1
+    assert provider.of(METRICS.predicted_makespan) == []
+
+
 def test_decisions_and_actions_carry_why_and_how(provider: RecordingProvider, instruments: Instruments) -> None:
     decision = Decision(
         selected=Configuration(colocated=2),
@@ -264,6 +276,7 @@ def test_decisions_and_actions_carry_why_and_how(provider: RecordingProvider, in
         switch=SwitchKind.NEW_WORKERS,
     )
     instruments.on_decision(decision, "GpusOffered")
+    assert provider.of(METRICS.predicted_makespan) == [(9.0, {})]
     instruments.on_action("start", 3.0, None)
     instruments.on_action("kill", 1.0, "worker 1: kill exceeded 1 s")
     ((_, why),) = provider.of(METRICS.decisions)

@@ -306,6 +306,17 @@ def test_log_records_arrive_with_the_span_that_their_task_works_for(collector: C
     assert [(row["text"], row["trace"]) for row in rows] == [(first["text"], first["trace"]), ("given up", None)]
 
 
+def test_a_log_record_that_cannot_be_passed_on_stops_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    telemetry = open_telemetry(TelemetryOptions(jsonl=tmp_path))
+    assert telemetry.logger_provider is not None
+    handler = CorrelatedLogs(telemetry.logger_provider, lambda: "")
+    for text, given in (("%d workers", ("three",)), ("%d more", (2,))):
+        handler.handle(logging.LogRecord("pearl_test", logging.WARNING, "", 0, text, given, None))
+    telemetry.close()
+    assert "three" in capsys.readouterr().err
+    assert [json.loads(line)["text"] for line in (tmp_path / "logs.jsonl").read_text().splitlines()] == ["2 more"]
+
+
 def test_ids_follow_from_run_and_trajectory_alone() -> None:
     first, again = TraceKeys("runs/7"), TraceKeys("runs/7")
     assert first.turn("t1", 0) == again.turn("t1", 0)
@@ -468,6 +479,23 @@ def test_a_foreign_frameworks_genai_spans_give_a_profile() -> None:
     assert profile.mean_turns == pytest.approx(3)
     assert profile.response_tokens == pytest.approx(100)
     assert profile.new_prompt_tokens == pytest.approx((1000 + 400 + 400) / 3)
+
+
+def test_a_foreign_span_may_hold_anything() -> None:
+    tracker = RuntimeTracker(least_trajectories=1)
+    provider = TracerProvider()
+    provider.add_span_processor(TrackerSpanProcessor(tracker))
+    tracer = provider.get_tracer("x")
+    odd = {"gen_ai.usage.input_tokens": float("inf"), "gen_ai.server.time_to_first_token": float("nan")}
+    usage = {"gen_ai.operation.name": "chat", "gen_ai.usage.output_tokens": 10, **odd}
+    for step in ("the third", float("inf"), 0):
+        attributes = {"gen_ai.operation.name": "invoke_agent", "pearl.step": step}
+        with tracer.start_as_current_span("agent", attributes=attributes):
+            tracer.start_span("chat", attributes=usage).end()
+    tracker.finish_step(step=0, batch=3, makespan_s=1.0, decoding_fraction=None)
+    profile = tracker.profile()
+    assert profile is not None
+    assert (profile.mean_turns, profile.response_tokens, profile.context_tokens) == (1, 10, 0)
 
 
 def test_runs_that_never_end_are_forgotten() -> None:

@@ -87,7 +87,7 @@ class RunTelemetry(SilentObserver):
         self._traces: RunTraces | None = None
         self._tracing: TracingRecipe | None = None
         self._keys = TraceKeys(str(folder.absolute()))
-        if options.wanted:
+        if options.jsonl is not None or options.otlp_endpoint:
             self._traces = RunTraces(
                 epoch_s=datetime.now(UTC).timestamp() - now_s,
                 model=model,
@@ -95,7 +95,6 @@ class RunTelemetry(SilentObserver):
                 keys=self._keys,
                 ids=self._telemetry.ids,
             )
-        if options.jsonl is not None or options.otlp_endpoint:
             kept = "" if options.jsonl is None else str(folder.absolute())
             where = {"jsonl": kept, "otlp_endpoint": options.otlp_endpoint, "run": options.run}
             self._tracing = TracingRecipe(opener="pearl_telemetry.remote:open_worker_spans", settings=where)

@@ -5,6 +5,7 @@ Add `TrackerSpanProcessor(tracker)` to the framework's tracer provider. Of each 
 run (`invoke_agent`), in the order of their times. When the run's root span ends, its turns go to the Runtime Tracker.
 """
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -94,8 +95,9 @@ class TrackerSpanProcessor:
         run = self._runs.pop(trace_id, None)
         if run is None or not run.calls:
             return
-        step = attributes.get(self._step_attribute, self.step)
-        self._tracker.observe_turns(turns_of(run.calls, run.tools_s, int(step)))
+        step = attributes.get(self._step_attribute)
+        number = step if isinstance(step, int) else self.step
+        self._tracker.observe_turns(turns_of(run.calls, run.tools_s, number))
 
 
 def turns_of(calls: list[_Call], tools_s: list[tuple[float, float]], step: int) -> list[TurnSample]:
@@ -129,4 +131,5 @@ def turns_of(calls: list[_Call], tools_s: list[tuple[float, float]], step: int) 
 
 def _number(attributes: Any, name: str) -> float:
     value = attributes.get(name, 0.0)
-    return float(value) if isinstance(value, int | float) and value >= 0 else 0.0
+    # Another's spans may hold anything, and whoever ends a span must not hear of it.
+    return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else 0.0

@@ -4,6 +4,7 @@ Only the API is used. Where no SDK is configured nothing is kept and a point cos
 is, its exporters decide where points go.
 """
 
+import math
 from collections import Counter as Tally
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -116,7 +117,9 @@ class Instruments:
             "pearl.trigger": trigger,
         }
         self.point(METRICS.decisions, 1, attributes)
-        self.point(METRICS.predicted_makespan, decision.predicted_s)
+        if math.isfinite(decision.predicted_s):
+            # Nobody serves where it is infinite, and JSON has no word for that.
+            self.point(METRICS.predicted_makespan, decision.predicted_s)
 
     def on_event(self, event: Event) -> None:
         """Record what executors and providers report."""

@@ -26,7 +26,16 @@ class CorrelatedLogs(logging.Handler):
         self._context = context
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on, with its message, level, logger, and the text of its exception."""
+        """Pass a record on, with its message, level, logger, and the text of its exception.
+
+        One that cannot be, such as a message that does not fit its arguments, is reported as `logging` does it.
+        """
+        try:
+            self._emit(record)
+        except Exception:
+            self.handleError(record)
+
+    def _emit(self, record: logging.LogRecord) -> None:
         attributes: dict[str, Any] = {"logger.name": record.name}
         if record.exc_info and record.exc_info[0] is not None:
             attributes["exception.type"] = record.exc_info[0].__name__

@@ -36,13 +36,21 @@ async def send_command(run: Path, command: Mapping[str, Any]) -> Mapping[str, An
             finally:
                 writer.close()
     except (OSError, TimeoutError) as error:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror
+        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or error
         raise CommandError(
             f"{run}: its control server at {control['url']} cannot be reached ({reason}); the run may be over",
             ExitCode.PARTIAL,
         ) from None
     status = answer.split(b" ", 2)[1:2]
-    result: Mapping[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2] or b"{}")
+    try:
+        result = json.loads(answer.partition(b"\r\n\r\n")[2] or b"{}")
+    except ValueError:
+        result = None
+    if not isinstance(result, dict):
+        raise CommandError(
+            f"{run}: what listens at {control['url']} is no control server of a run; the run may be over",
+            ExitCode.PARTIAL,
+        )
     if status != [b"200"]:
         raise CommandError(f"{run}: {result.get('error', 'the command was refused')}")
     return result
