@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pearl_rl.cli.app import app
-from pearl_rl.cli.exporting import exported
-from pearl_rl.cli.importing import read_configuration
+from pearl_rl.cli.exporting import _WRITERS, exported
+from pearl_rl.cli.importing import _READERS, read_configuration
 from pearl_rl.errors import SettingsError
 from pearl_rl.frameworks import NAMES
 from pearl_rl.settings import load_settings
@@ -163,6 +163,10 @@ def test_the_command_prints_writes_or_says_json(tmp_path: Path) -> None:
     body = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     assert body["values"]["actor_train.training_args.learning_rate"] == 1e-6
     assert body["origins"]["seed"] == ["run.seed"]
+
+
+def test_every_framework_that_is_named_can_be_read_and_written() -> None:
+    assert set(NAMES) == set(_READERS) == set(_WRITERS)
 
 
 def test_bad_input_is_one_line() -> None:
