@@ -264,6 +264,11 @@ def test_several_runs_are_compared_with_the_first(run):
     Page(text)
     assert text.count('<article class="run">') == 2
     assert "<td>1.000</td>" in text
+    chart = text.partition('data-chart="makespans"')[2].partition("</section>")[0]
+    # At both widths a line for each, in colours that the legend names.
+    for colour in ("decode", "prefill"):
+        assert chart.count(f'<polyline class="line {colour}"') == 2
+        assert f'<i class="{colour}"></i>{run.name}' in chart
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,26 @@ def step_times(run: RunRecord, width: int) -> Plot | None:
     return plot
 
 
+COLOURS = ("decode", "prefill", "colocated", "training", "environment", "transfer")
+"""Classes that tell the runs of a comparison apart."""
+
+
+def makespans(runs: Sequence[RunRecord], width: int) -> Plot | None:
+    """Measured makespan of each step of several runs, as many as can be told apart."""
+    shown = [run for run in runs if run.steps][: len(COLOURS)]
+    if not shown:
+        return None
+    lines = [[(step["step"], step["rollout_s"]) for step in means(run.steps, _bars(width))] for run in shown]
+    top = max(y for line in lines for _, y in line) * 1.1 or 1.0
+    first, last = min(line[0][0] for line in lines), max(line[-1][0] for line in lines)
+    plot = Plot(width, 220, (first - 0.5, last + 0.5), (0.0, top), "makespan of each step of each run", top=24)
+    plot.y_axis("seconds")
+    plot.x_axis("step")
+    for colour, line in zip(COLOURS, lines, strict=False):
+        plot.line(line, colour, dots=True)
+    return plot
+
+
 def _steps_axis(run: RunRecord) -> tuple[float, float]:
     return run.steps[0]["step"] - 0.5, run.steps[-1]["step"] + 0.5
 

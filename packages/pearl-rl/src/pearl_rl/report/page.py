@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from pearl_rl.presentation.words import gain_words, reason_words, seconds
-from pearl_rl.report.charts import CHARTS, LEARNING, Chart, staleness_histogram
+from pearl_rl.report.charts import CHARTS, COLOURS, LEARNING, Chart, makespans, staleness_histogram
 from pearl_rl.report.diagnosis import diagnose, reward_ends
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens
 from pearl_rl.report.svg import number
@@ -387,4 +387,19 @@ def _comparison(runs: Sequence[RunRecord]) -> str:
         rows += f"<tr><td>{escape(run.name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
     names = ("run", "tokens/s", "of first", "steps", "prediction off", "reclaims", "borrows", "switches")
     head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
-    return f'<section data-table="comparison">{_table(head, rows)}</section>'
+    return f'<section data-table="comparison">{_table(head, rows)}</section>{_compared_steps(runs)}'
+
+
+def _compared_steps(runs: Sequence[RunRecord]) -> str:
+    wide, narrow = makespans(runs, WIDE), makespans(runs, NARROW)
+    if wide is None or narrow is None:
+        return ""
+    shown = [run for run in runs if run.steps]
+    legend = "".join(
+        f'<li><i class="{colour}"></i>{escape(run.name)}</li>' for colour, run in zip(COLOURS, shown, strict=False)
+    )
+    more = f" The first {len(COLOURS)} of {len(shown)} runs." if len(shown) > len(COLOURS) else ""
+    return (
+        f'<section data-chart="makespans"><h2>Makespan of each batch</h2><p>As measured.{more}</p>'
+        f'<ul class="legend">{legend}</ul><div class="draw">{wide.svg("wide")}{narrow.svg("narrow")}</div></section>'
+    )
