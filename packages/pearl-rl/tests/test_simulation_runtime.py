@@ -231,15 +231,15 @@ def test_a_borrowed_worker_gives_its_memory_back_and_takes_it_again() -> None:
 
 
 @pytest.mark.parametrize("in_resume", [True, False])
-def test_a_released_worker_takes_another_role_up_when_it_resumes_or_changes_it_as_any_other(in_resume) -> None:
+def test_a_resumed_worker_takes_another_role_up_at_once_or_changes_it_as_any_other(in_resume) -> None:
     async def main():
         lab = Lab(times=replace(TIMES, resumes_in_any_role=in_resume))
         overlap = worker(zone=Zone.OVERLAP, role=Role.PREFILL)
         await lab.up(overlap)
         await lab.runtime.release(overlap)
         began_s = now()
-        await lab.runtime.switch_role(overlap, Role.DECODE)
         await lab.runtime.resume(overlap)
+        await lab.runtime.switch_role(overlap, Role.DECODE)
         assert now() - began_s == pytest.approx(TIMES.resume_s + (0.0 if in_resume else TIMES.flip_s))
         assert (await lab.runtime.samples(overlap)).role is Role.DECODE
 

@@ -132,14 +132,14 @@ class SimulatedRuntime:
     async def switch_role(self, worker: Worker, role: Role) -> None:
         """See `WorkerPort`. Its cache goes.
 
-        A process without device memory takes its role up when it resumes, where `resumes_in_any_role` says so.
+        A process without weights, as one that was just resumed, takes any role up where `resumes_in_any_role` says so.
         """
         process = self._process(worker)
         if not process.engine.idle or process.loading:
             raise WorkerError(f"worker {worker.id} changes its role while busy or loading")
         if process.role is role:
             return
-        if process.resident or not self._times.resumes_in_any_role:
+        if process.version is not None or not self._times.resumes_in_any_role:
             flip = Role.COLOCATED not in (process.role, role)
             await asyncio.sleep(self._times.flip_s if flip else self._times.relaunch_s)
         self._process(worker)

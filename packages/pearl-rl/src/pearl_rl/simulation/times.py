@@ -29,8 +29,8 @@ class ReconfigurationTimes:
     relaunch_s: float = 20.0
     """Between colocated and disaggregated roles ("tens of seconds", PEARL section 4.3.2)."""
     resumes_in_any_role: bool = False
-    """Whether a process that was released takes another role up in its `resume_s`, as PEARL Table 3's mean activation
-    lets one think; otherwise it changes its role as any other process does."""
+    """Whether a process that was just resumed takes another role up in the same time, as PEARL Table 3's mean
+    activation lets one think; otherwise it changes its role as any other process does."""
     stop_s: float = 0.5
     refresh_s: float = 0.1
     """Renewing what peers know of KV buffers."""
