@@ -1,33 +1,42 @@
-"""A journal's snapshot keeps what a run learned of its switches, whichever policy learned it."""
+"""A journal's snapshot keeps what a run learned, and one whose parts do not belong together is refused."""
 
+import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from pearl_planner.elastic import initial_state
+from pearl_planner.elastic import ElasticState, initial_state
 from pearl_planner.policies import Recalling
 from pearl_planner.step import step
 from pearl_rl import parts
+from pearl_rl.journal.frames import JournalError
 from pearl_rl.journal.state_codec import decode_state, encode_state
 from pearl_rl.settings import load_settings
 from pearl_state.decision import SwitchKind
-from pearl_state.events import LoadForecast
+from pearl_state.events import GpusOffered, LoadForecast
+from pearl_state.worker import GpuId
 
 
-@pytest.mark.parametrize("policy", ["pearl", "prorsa", "pearl+prorsa", "tiderl", "pearl+prorsa+tiderl"])
-def test_learned_costs_and_forecasts_survive_a_snapshot(policy: str) -> None:
+def beginning(policy: str) -> ElasticState:
     settings = load_settings(None, [f"planner.policy={policy}"]).settings
-    elastic = parts.elastic_settings(settings)
-    assert isinstance(elastic.policy, Recalling)
-    learned = elastic.policy.observing(SwitchKind.FLIP, 9.0)
     shape = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 2}
-    state = initial_state(
-        settings=replace(elastic, policy=learned),
+    return initial_state(
+        settings=parts.elastic_settings(settings),
         workload=parts.prior_workload(settings),
         platform=parts.prior_platform(settings, shape),
         training_gpus=2,
     )
+
+
+@pytest.mark.parametrize("policy", ["pearl", "prorsa", "pearl+prorsa", "tiderl", "pearl+prorsa+tiderl"])
+def test_learned_costs_and_forecasts_survive_a_snapshot(policy: str) -> None:
+    state = beginning(policy)
+    elastic = state.settings
+    assert isinstance(elastic.policy, Recalling)
+    learned = elastic.policy.observing(SwitchKind.FLIP, 9.0)
     forecast = LoadForecast(
         now_s=1.0,
         horizon_s=10.0,
@@ -36,7 +45,59 @@ def test_learned_costs_and_forecasts_survive_a_snapshot(policy: str) -> None:
         decode_kv_bytes=7.0,
         prefill_tokens_per_s=3.0,
     )
-    state, _ = step(state, forecast)
+    state, _ = step(replace(state, settings=replace(elastic, policy=learned)), forecast)
     again = decode_state(json.loads(json.dumps(encode_state(state))), elastic)
     assert again.settings.policy == learned != elastic.policy
     assert again.forecasts == (forecast,)
+
+
+def _worker_nobody_has(data: dict[str, Any]) -> None:
+    data["available"] = [77]
+
+
+def _overlap_worker_that_comes_and_goes(data: dict[str, Any]) -> None:
+    data["available"] = [2]
+
+
+def _gpu_of_two_slots(data: dict[str, Any]) -> None:
+    data["table"]["rows"]["5"]["gpus"] = data["table"]["rows"]["4"]["gpus"]
+
+
+def _groups_of_nobody(data: dict[str, Any]) -> None:
+    data["smaller_groups"] = 0
+
+
+def _fewer_than_none(data: dict[str, Any]) -> None:
+    data["remaining"] = -1
+
+
+def _training_that_holds_nothing(data: dict[str, Any]) -> None:
+    data["table"]["holders"] = {}
+
+
+def _no_table(data: dict[str, Any]) -> None:
+    data["table"] = [1]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _worker_nobody_has,
+        _overlap_worker_that_comes_and_goes,
+        _gpu_of_two_slots,
+        _groups_of_nobody,
+        _fewer_than_none,
+        _training_that_holds_nothing,
+        _no_table,
+    ],
+    ids=lambda spoil: spoil.__name__[1:],
+)
+def test_a_snapshot_whose_parts_do_not_belong_together_is_refused_in_one_line(spoil: Callable[..., None]) -> None:
+    state, _ = step(beginning("pearl"), GpusOffered(now_s=0.0, gpus=frozenset(map(GpuId, (4, 5)))))
+    data = json.loads(json.dumps(encode_state(state)))
+    decode_state(copy.deepcopy(data), state.settings)
+    spoil(data)
+    with pytest.raises(JournalError) as refused:
+        decode_state(data, state.settings)
+    assert str(refused.value).startswith("the snapshot's state cannot be read: ")
+    assert "\n" not in str(refused.value)

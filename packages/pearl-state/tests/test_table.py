@@ -360,6 +360,25 @@ def test_what_was_read_of_a_table_is_never_said_of_the_next_one() -> None:
     assert table == replace(table), "what was read is no part of its value"
 
 
+@pytest.mark.parametrize(
+    ("change", "invariant"),
+    [
+        ({"active_roles": (0, 0, 2)}, "paired_roles"),
+        ({"holders": {}}, "one_owner_per_gpu"),
+        ({"incarnations": {}}, "incarnation_grows"),
+        ({"floor_version": 9}, "monotonic_versions"),
+        ({"target_version": 9, "floor_version": 9}, "no_stale_serving"),
+        ({"rows": {WorkerId(9): worker(1)}}, "fixed_binding"),
+    ],
+)
+def test_a_table_that_no_changes_lead_to_is_told_from_one_that_they_do(change, invariant: str) -> None:
+    table = activate(mixed_table(), 0, 1, 6)
+    table.check()
+    with pytest.raises(InvariantError) as error:
+        replace(table, **change).check()
+    assert error.value.invariant == invariant
+
+
 def test_a_table_that_mixes_both_modes_has_no_configuration() -> None:
     with pytest.raises(ConfigurationError, match="mixes colocated"):
         activate(activate(mixed_table(), 0, 1), 2).configuration  # noqa: B018

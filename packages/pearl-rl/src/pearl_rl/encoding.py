@@ -81,7 +81,7 @@ def decode(kind: type[T], data: Any) -> T:
     try:
         value: T = _decode(kind, data)
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{kind.__name__}: {error}") from error
+        raise ValueError(f"{getattr(kind, '__name__', kind)}: {error}") from error
     return value
 
 

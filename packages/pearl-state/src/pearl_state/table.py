@@ -112,6 +112,27 @@ class WorkerTable:
         free = (WorkerId(slot) for slot in itertools.count() if slot not in self.rows)
         return list(itertools.islice(free, count))
 
+    def check(self) -> None:
+        """Raise `InvariantError` where this is no table that changes lead to: for one that was read from a file."""
+        empty = WorkerTable(target_version=self.target_version, floor_version=self.floor_version)
+        started = [(replace(row, lifecycle=Lifecycle.VACANT), row) for row in self.rows.values()]
+        counted = _recount(empty.active_roles, started)
+        if not 0 <= self.floor_version <= self.target_version:
+            raise InvariantError("monotonic_versions", f"floor {self.floor_version}, target {self.target_version}")
+        for id_, row in self.rows.items():
+            if row.id != id_:
+                raise InvariantError("fixed_binding", f"slot {id_} holds the row of worker {row.id}")
+            if row.incarnation > self.incarnations.get(id_, -1):
+                raise InvariantError("incarnation_grows", f"worker {id_} is at incarnation {row.incarnation}")
+            if row.lifecycle is _ACTIVE and row.role is not Role.TRAINING:
+                reported = row.weight_version
+                if reported is None or not self.floor_version <= reported <= self.target_version:
+                    raise InvariantError("no_stale_serving", f"worker {id_} serves version {reported}")
+        if counted != self.active_roles:
+            raise InvariantError("paired_roles", f"{self.active_roles} are said to be active, and {counted} are")
+        if dict(empty._hand_over(started)) != dict(self.holders):
+            raise InvariantError("one_owner_per_gpu", "who holds each GPU does not follow from the rows")
+
     # ---- changing ---------------------------------------------------------------------------------------------------
 
     def bind(self, *workers: Worker) -> "WorkerTable":

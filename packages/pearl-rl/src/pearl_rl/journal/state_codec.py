@@ -1,5 +1,6 @@
 """The Elastic Scheduler's state as JSON and back. Settings and policy are not in it: the run's settings give them."""
 
+from collections import Counter
 from dataclasses import fields, replace
 from typing import Any, Final, get_type_hints
 
@@ -8,7 +9,9 @@ from pearl_planner.policies import Recalling
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.encoding import decode, encode
 from pearl_rl.journal.frames import JournalError
+from pearl_state.errors import StateError
 from pearl_state.plan import TransitionPlan
+from pearl_state.roles import Zone
 from pearl_state.worker import WorkerId
 
 _LEFT_OUT: Final = frozenset({"settings", "last_decision"})
@@ -49,6 +52,34 @@ def decode_state(data: dict[str, Any], settings: ElasticSettings) -> ElasticStat
                 overtaken=bool(running["overtaken"]),
                 lost=frozenset(WorkerId(int(id_)) for id_ in running["lost"]),
             )
-        return ElasticState(settings=settings, **values)
-    except (ValueError, TypeError, KeyError) as error:
+        state = ElasticState(settings=settings, **values)
+        _check(state)
+        return state
+    except (ValueError, TypeError, LookupError, StateError) as error:
         raise JournalError(f"the snapshot's state cannot be read: {error}") from None
+
+
+def _check(state: ElasticState) -> None:
+    """Raise `StateError` or `ValueError` where the parts of a state do not belong together: it may be a stranger's."""
+    state.table.check()
+    named = {
+        "available": state.available,
+        "doomed": state.doomed.keys(),
+        "lost": state.lost,
+        **{f"group {id_}": group.workers for id_, group in state.groups.items()},
+        **{f"removal {id_}": ids for id_, ids in state.removals.items()},
+    }
+    if state.running is not None:
+        named["the plan under way"] = state.running.busy
+    rows = state.table.rows
+    if min(state.step, state.batch, state.remaining, state.next_plan) < 0 or not state.group_workers > 0:
+        raise ValueError("counts are negative, or groups of nobody")
+    for what, ids in named.items():
+        if unknown := sorted(ids - rows.keys()):
+            raise ValueError(f"{what} names worker {unknown[0]}, which has no row")
+    if strange := sorted((state.available | state.doomed.keys()) - set(state.table.where(zone=Zone.DEDICATED))):
+        raise ValueError(f"worker {strange[0]} is said to come and go, and is in the overlap zone")
+    bound = Counter(gpu for row in rows.values() if row.zone is Zone.DEDICATED for gpu in row.gpus)
+    bound.update({gpu for row in rows.values() if row.zone is Zone.OVERLAP for gpu in row.gpus})
+    if twice := [gpu for gpu, count in bound.items() if count > 1]:
+        raise ValueError(f"GPU {twice[0]} is bound to two slots")
