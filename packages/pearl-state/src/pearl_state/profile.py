@@ -11,7 +11,7 @@ def _check(instance: object, positive: frozenset[str]) -> None:
     """Raise `ProfileError` for a number that is not finite, is negative, or is 0 though it is one of `positive`."""
     for item in fields(instance):  # type: ignore[arg-type]
         value = getattr(instance, item.name)
-        if value is None or isinstance(value, str | Mapping | tuple):
+        if value is None or isinstance(value, str | Mapping | tuple) or item.type is bool:
             continue
         name = f"{type(instance).__name__}.{item.name}"
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -58,6 +58,9 @@ class WorkloadProfile:
     shared_tokens: float = 0.0
     """Mean tokens of a turn's prompt that a cache holds although the trajectory never asked for them: the first prompt
     of its group, tokens. 0 where unknown."""
+    steady: bool = False
+    """Whether `batch` is what is under way at any time, because others enter as these end (continuous injection): then
+    a batch has no tail, `turns` is the mean, and who finds no room for its KV waits outside."""
     active_by_turn: tuple[float, ...] = ()
     """Fraction of the batch's trajectories that reach turn 1, 2, …; empty where unknown. First is 1, never rises."""
     origin: Mapping[str, str] = field(default_factory=dict)
