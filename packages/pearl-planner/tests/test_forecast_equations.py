@@ -332,13 +332,32 @@ def test_an_interval_that_was_cut_is_no_measurement() -> None:
     assert speed.tokens_per_s(1000, profiled_fresh_per_s=7.0) == 7.0
 
 
-def test_the_speed_of_the_nearest_prompt_length_is_taken() -> None:
+def test_prompts_of_another_length_take_what_a_request_and_what_its_tokens_took() -> None:
     speed = BusySpeed()
-    for tokens, busy_s in ((100, 1.0), (10_000, 2.0)):
+    for tokens, busy_s in ((100, 1.1), (10_000, 11.0)):
         speed.began(B, 0.0)
         speed.served(B, tokens, busy_s)
-    assert speed.tokens_per_s(90, profiled_fresh_per_s=7.0) == pytest.approx(100.0)
-    assert speed.tokens_per_s(50_000, profiled_fresh_per_s=7.0) == pytest.approx(5000.0)
+    assert speed.tokens_per_s(90, profiled_fresh_per_s=7.0) == pytest.approx(100 / 1.1), "of its own profile"
+    # A second a request and a millisecond a token.
+    assert speed.tokens_per_s(50_000, profiled_fresh_per_s=7.0) == pytest.approx(50_000 / 51.0)
+
+
+def test_a_load_that_never_ends_is_measured_piece_by_piece() -> None:
+    speed = BusySpeed()
+    speed.began(A, 0.0)
+    for second in range(1, 31):
+        speed.began(A, second - 0.5)
+        speed.served(A, 1000, float(second))
+    # One prompt is always in hand, so the interval goes on; what was served in it is known all the same.
+    assert speed.tokens_per_s(1000, profiled_fresh_per_s=7.0) == pytest.approx(1000.0)
+
+
+def test_a_piece_with_less_served_than_in_hand_is_no_measurement() -> None:
+    speed = BusySpeed()
+    for _ in range(8):
+        speed.began(A, 0.0)
+    speed.served(A, 1000, 20.0)
+    assert speed.tokens_per_s(1000, profiled_fresh_per_s=7.0) == 7.0
 
 
 def test_a_speed_holds_for_prompts_of_which_as_much_is_new() -> None:

@@ -192,3 +192,43 @@ def test_admissions_that_are_over_within_the_horizon_take_their_part_of_the_kv()
     assert found[True].admitted_tokens == found[False].admitted_tokens == 1000.0
     assert found[False].admitted_kv_bytes == 2.0 * 1000
     assert found[True].admitted_kv_bytes == pytest.approx(0.2 * 2.0 * 1000)
+
+
+def test_a_tool_that_outlived_the_mean_is_expected_as_others_that_ran_as_long() -> None:
+    """Nine of ten tools take a second, one a minute: after 20 s it is one of those, and 30 s are left."""
+    found = {}
+    for residuals in (True, False):
+        predictor = WorkloadPredictor(PredictorSettings(returns=False, tool_residuals=residuals))
+        turns = [(1000, 1.0, 2.0, 60.0 if turn % 10 == 0 else 1.0) for turn in range(20)]
+        seen(predictor, list(life("past", 0.0, [*turns, (1000, 1.0, 2.0, 1.0)])), 400.0)
+        seen(predictor, list(life("now", 500.0, [(1000, 1.0, 2.0, 60.0)])), 525.0)
+        found[residuals] = [forecast(predictor, at_s).sources.tool for at_s in (506.0, 525.0, 556.0)]
+    assert found[True][0] == pytest.approx(0.9 * found[False][0], rel=0.1), "just begun, it is likely a short one"
+    assert found[True][1] == 0.0, "the paper's mean expects it at once"
+    assert found[False][1] > 0.0
+    assert found[True][2] == pytest.approx(found[False][2])
+
+
+def test_members_of_a_group_share_the_work_of_their_first_prompt() -> None:
+    predictor = WorkloadPredictor()
+    for member in range(4):
+        record = PhaseChange(trajectory=TrajectoryId(f"m{member}"), group=GroupId("g"), phase=P.SAMPLED, at_s=0.0)
+        predictor.observe(record)
+        record = follow_up(record, P.ENVIRONMENT_STARTING, 0.0, startup=StartupMode.PREWARMED)
+        predictor.observe(record)
+    for member in range(4):
+        record = follow_up(predictor.live.records[TrajectoryId(f"m{member}")], P.READY, 1.0, prompt_tokens=1000)
+        predictor.observe(record)
+        assert predictor.history.fresh[record.trajectory] == pytest.approx(0.25)
+    # 4,000 tokens wait of which 1,000 are to be computed, 100 of them a second.
+    assert forecast(predictor, 1.0).tokens_per_s == pytest.approx(400.0)
+
+
+def test_nothing_is_remembered_of_groups_that_are_over() -> None:
+    predictor = WorkloadPredictor()
+    for number in range(5):
+        for change in life(f"t{number}", 100.0 * number, [(1000, 1.0, 5.0, 1.0)]):
+            predictor.observe(change)
+    history = predictor.history
+    assert not history.group_prompt
+    assert not history.fresh

@@ -312,3 +312,19 @@ def test_prorsa_begins_with_the_ratio_of_the_profiles() -> None:
     first = running(prorsa()).table.configuration
     assert first == prorsa().decide(workload=WORKLOAD, platform=PLATFORM, budget_workers=8).selected
     assert first.mode is Mode.DISAGGREGATION
+
+
+def test_where_prefixes_are_stored_for_all_a_switch_loses_none() -> None:
+    workload = replace(MEASURED, context_tokens=20_000.0)
+    windows = [replace(load(0.3, 3.9, 100.0 + 10.0 * i), admitted_tokens=1e5) for i in range(SETTLED)]
+    windows = [replace(window, decode_kv_bytes=3.9 * PLATFORM.kv_capacity_bytes) for window in windows]
+    decisions = [
+        replace(even(), keeps_prefixes=keeps).answer(windows, Configuration(4, 4), workload, PLATFORM)
+        for keeps in (False, True)
+    ]
+    lost_s, kept_s = (
+        float(decision.limits[0].rsplit("costs ", 1)[1].split()[0]) for decision in decisions if decision is not None
+    )
+    # Three workers of eight do not serve for 5 s; the prefill workers hold 64 contexts of 20,000 tokens at 20 us.
+    assert kept_s == pytest.approx(3 * 5.0 / 8.0, abs=0.05)
+    assert lost_s > kept_s + 3 / 8 * 64 * 20_000 * 20e-6

@@ -51,6 +51,8 @@ class InStepPolicy:
     """Whether `decide` keeps the ratio that runs (Prorsa alone), or is asked for the best one (PEARL)."""
     persistence_s: float = 30.0
     """For how long a forecast demand is taken to last when a switch is weighed."""
+    keeps_prefixes: bool = False
+    """Whether the prefixes of a worker that changes its role stay known to the others (storage that all share)."""
     first: Configuration | None = None
     """Ratio to begin with where the ratio is kept; None: what the profiles say."""
 
@@ -131,7 +133,7 @@ class InStepPolicy:
             return None
         target = target_configuration(demand, current.workers)
         contexts_s = forecasts[-1].live * workload.context_tokens * platform.prefill_per_token_s
-        leaving_s = contexts_s * current.workers / current.prefill
+        leaving_s = 0.0 if self.keeps_prefixes else contexts_s * current.workers / current.prefill
         persistence_s = max(self.persistence_s, _wanted_s(forecasts, current, target, workload, platform))
         verdicts = [
             weigh_switch(

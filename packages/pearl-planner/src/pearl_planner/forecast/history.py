@@ -36,6 +36,8 @@ class History:
     """T^start: launch to ready queue, by `startup_class` (eq. 6)."""
     tool_s: ByClass[Average] = field(default_factory=lambda: ByClass(Average))
     """τ by `tool_class` (eq. 9)."""
+    tool_durations_s: ByClass[EmpiricalDurations] = field(default_factory=lambda: ByClass(EmpiricalDurations))
+    """The same durations one by one (see `PredictorSettings.tool_residuals`)."""
     tool_growth: ByClass[Average] = field(default_factory=lambda: ByClass(Average))
     """Tokens by which the next prompt exceeds the context at the tool call, by `turn_class`."""
     return_s: ByClass[EmpiricalDurations] = field(default_factory=lambda: ByClass(EmpiricalDurations))
@@ -58,8 +60,14 @@ class History:
     group_prompt: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
     """First prompt of a group: its members share it."""
     fresh: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
-    """Part of a trajectory's newest prompt that no prompt of it had before."""
+    """Part of a trajectory's newest prompt that no prompt of it had before; of a first prompt, which all members of a
+    group share, its even share.
+    """
     fresh_mean: Average = field(default_factory=Average)
+    _members: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
+    """Trajectories that a group has had."""
+    _living: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
+    """Trajectories that it has now: with the last one it is forgotten."""
     _served: dict[TrajectoryId, int] = field(default_factory=dict[TrajectoryId, int])
     """Its newest prompt that was computed."""
     _sampled_s: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
@@ -70,6 +78,8 @@ class History:
         match change.phase:
             case TrajectoryPhase.SAMPLED:
                 self._sampled_s[change.trajectory] = change.at_s
+                self._members[change.group] = self._members.get(change.group, 0) + 1
+                self._living[change.group] = self._living.get(change.group, 0) + 1
             case TrajectoryPhase.READY:
                 self._ready(before, change)
             case TrajectoryPhase.PREFILL:
@@ -106,6 +116,7 @@ class History:
                 self.launch_delay.observe(change.at_s - sampled_s)
         elif before.phase is TrajectoryPhase.TOOL:
             self.tool_s.observe(tool_class(before), change.at_s - before.at_s)
+            self.tool_durations_s.observe(tool_class(before), change.at_s - before.at_s)
             self.tool_growth.observe(turn_class(before), change.prompt_tokens - before.prompt_tokens)
             admitted = self._admitted.pop(change.trajectory, None)
             if admitted is not None:
@@ -119,8 +130,11 @@ class History:
         self.fresh_mean.observe(self.fresh[change.trajectory])
 
     def _note_fresh(self, change: PhaseChange) -> None:
-        served = min(self._served.get(change.trajectory, 0), change.prompt_tokens)
-        self.fresh[change.trajectory] = 1.0 - served / max(1, change.prompt_tokens)
+        served = self._served.get(change.trajectory)
+        if served is None:
+            self.fresh[change.trajectory] = 1.0 / max(1, self._members.get(change.group, 1))
+        else:
+            self.fresh[change.trajectory] = 1.0 - min(served, change.prompt_tokens) / max(1, change.prompt_tokens)
 
     def _decode(self, before: PhaseChange | None, change: PhaseChange) -> None:
         self._admitted[change.trajectory] = change
@@ -134,9 +148,15 @@ class History:
         if admitted is not None:
             self.returns.observe(turn_class(admitted), 0.0)
 
-    def _forget(self, trajectory: TrajectoryId) -> None:
+    def _forget(self, trajectory: TrajectoryId, group: GroupId) -> None:
         self.fresh.pop(trajectory, None)
         self._served.pop(trajectory, None)
+        left = self._living.pop(group, 0) - 1
+        if left > 0:
+            self._living[group] = left
+        else:
+            self._members.pop(group, None)
+            self.group_prompt.pop(group, None)
 
     def _ended(self, before: PhaseChange | None, change: PhaseChange) -> None:
         if change.phase is TrajectoryPhase.DONE:
@@ -145,14 +165,14 @@ class History:
             self._failed(before, change)
 
     def _done(self, before: PhaseChange | None, change: PhaseChange) -> None:
-        self._forget(change.trajectory)
+        self._forget(change.trajectory, change.group)
         if before is not None:
             self.reward_s.observe((before.task,), change.at_s - before.at_s)
         if change.accepted is not None:
             self.acceptance.observe(float(change.accepted))
 
     def _failed(self, before: PhaseChange | None, change: PhaseChange) -> None:
-        self._forget(change.trajectory)
+        self._forget(change.trajectory, change.group)
         self._admitted.pop(change.trajectory, None)
         self._sampled_s.pop(change.trajectory, None)
         if before is not None and before.instance is not None and before.phase in _ON_PREFILL:

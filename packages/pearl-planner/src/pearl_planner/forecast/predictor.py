@@ -6,13 +6,14 @@
 Pure in the sense of this package: what it returns follows from the calls before, and it reads no clock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pearl_planner.forecast.admissions import Admissions, InstanceQueue, decode_admissions
 from pearl_planner.forecast.correction import BiasCorrection
+from pearl_planner.forecast.durations import ByClass, Class, EmpiricalDurations
 from pearl_planner.forecast.history import History, startup_class, tool_class, turn_class
 from pearl_planner.forecast.injection import InjectionPolicy, NoInjection
 from pearl_planner.forecast.sources import (
@@ -39,6 +40,11 @@ class PredictorSettings:
     returns: bool = True
     """Whether trajectories in Decode count that are expected to come back within the horizon. The paper leaves them to
     the bias correction, which is enough where a turn takes longer than the horizon; here most are shorter.
+    """
+    tool_residuals: bool = True
+    """Whether tools end as likely as those of their class that had run for as long, as startup does (eq. 6). The
+    paper's mean (eqs. 9 to 11) is enough where tools of a class take about as long; where some take a thousand times
+    as long as others, whatever outlives the mean would be expected at once.
     """
     reclaimed: bool = True
     """Whether K̂ leaves out what is admitted and over again within the horizon. The paper does not model reclamation,
@@ -238,54 +244,66 @@ class WorkloadPredictor:
         return (Arrival(now_s + delay_s + 0.5 * window_s, mean.value if mean else 0.0, launches),)
 
     def _startup(self, now_s: float, starting: list[PhaseChange]) -> tuple[Arrival, ...]:
-        """B.3; equal classes share one look-up."""
-        history, horizon_s = self.history, self.settings.horizon_s
-        classes: dict[tuple[object, ...], list[PhaseChange]] = {}
-        for record in starting:
-            classes.setdefault(startup_class(record), []).append(record)
+        """B.3."""
+        history = self.history
+        return self._residual(now_s, starting, history.startup_s, startup_class, history.first_tokens)
+
+    def _residual(
+        self,
+        now_s: float,
+        records: list[PhaseChange],
+        durations: ByClass[EmpiricalDurations],
+        class_of: Callable[[PhaseChange], Class],
+        tokens: Callable[[PhaseChange], float],
+        share: Callable[[PhaseChange], float] = lambda _record: 1.0,
+    ) -> tuple[Arrival, ...]:
+        """What ends within the horizon, given how long it has lasted; equal classes share one look-up. Of those that
+        end, `share` ask again.
+        """
+        classes: dict[Class, list[PhaseChange]] = {}
+        for record in records:
+            classes.setdefault(class_of(record), []).append(record)
         arrivals = []
-        for kind, records in classes.items():
-            known = history.startup_s.find(kind)
+        for kind, alike in classes.items():
+            known = durations.find(kind)
             if known is None:
                 continue
-            elapsed = np.array([now_s - record.at_s for record in records])
-            chances, residuals = known.residuals_s(elapsed, horizon_s)
-            for record, chance, residual_s in zip(records, chances.tolist(), residuals.tolist(), strict=True):
+            elapsed = np.array([now_s - record.at_s for record in alike])
+            chances, residuals = known.residuals_s(elapsed, self.settings.horizon_s)
+            for record, chance, residual_s in zip(alike, chances.tolist(), residuals.tolist(), strict=True):
                 if chance > 0.0:
-                    arrivals.append(Arrival(now_s + residual_s, history.first_tokens(record), chance))
+                    arrivals.append(Arrival(now_s + residual_s, tokens(record), chance * share(record)))
         return tuple(arrivals)
 
     def _tools(self, now_s: float, running: list[PhaseChange]) -> tuple[Arrival, ...]:
         """B.5."""
         history, known = self.history, []
+        if self.settings.tool_residuals:
+            return self._residual(now_s, running, history.tool_durations_s, tool_class, self._after_tool)
         for record in running:
             mean = history.tool_s.find(tool_class(record))
-            if mean is None:
-                continue
-            growth = history.tool_growth.find(turn_class(record))
-            tokens = max(1.0, record.prompt_tokens + (growth.value if growth is not None else 0.0))
-            known.append((mean.value, now_s - record.at_s, tokens))
+            if mean is not None:
+                known.append((mean.value, now_s - record.at_s, self._after_tool(record)))
         return tool_arrivals(now_s, self.settings.horizon_s, known)
+
+    def _after_tool(self, record: PhaseChange) -> float:
+        """x̂ of a trajectory whose tool runs."""
+        growth = self.history.tool_growth.find(turn_class(record))
+        return max(1.0, record.prompt_tokens + (growth.value if growth is not None else 0.0))
 
     def _returns(self, now_s: float, decoding: list[PhaseChange]) -> tuple[Arrival, ...]:
         """Trajectories in Decode that will ask again within the horizon; as startup, over the way through the tool."""
-        history, horizon_s = self.history, self.settings.horizon_s
-        classes: dict[tuple[object, ...], list[PhaseChange]] = {}
-        for record in decoding:
-            classes.setdefault(turn_class(record), []).append(record)
-        arrivals = []
-        for kind, records in classes.items():
-            known, growth = history.return_s.find(kind), history.return_growth.find(kind)
-            share = history.returns.find(kind)
-            if known is None or growth is None or share is None:
-                continue
-            elapsed = np.array([now_s - record.at_s for record in records])
-            chances, residuals = known.residuals_s(elapsed, horizon_s)
-            more, part = growth.value, share.value
-            for record, chance, residual_s in zip(records, chances.tolist(), residuals.tolist(), strict=True):
-                if chance > 0.0:
-                    arrivals.append(Arrival(now_s + residual_s, max(1.0, record.prompt_tokens + more), part * chance))
-        return tuple(arrivals)
+        history = self.history
+
+        def after(record: PhaseChange) -> float:
+            growth = history.return_growth.find(turn_class(record))
+            return max(1.0, record.prompt_tokens + (growth.value if growth is not None else 0.0))
+
+        def share(record: PhaseChange) -> float:
+            known = history.returns.find(turn_class(record))
+            return known.value if known is not None else 0.0
+
+        return self._residual(now_s, decoding, history.return_s, turn_class, after, share)
 
     # ---- admissions -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 A busy interval begins when an idle instance gets a prompt and ends when no prompt of it is left: then the tokens that
 were served and the time that it took are of the same requests. Idle time never counts, and what is cut off by a role
-switch or a loss is no measurement. Tokens are full prompts, so that cache hits show in the time and nowhere else:
+switch or a loss is no measurement. Under load that never ends no interval would: one that lasts is counted piece by
+piece, each up to a prompt's end; what is in hand then counts in the next piece, as in steady work as much comes over
+from the piece before. Tokens are full prompts, so that cache hits show in the time and nowhere else:
 intervals are kept apart by the mean length of their prompts and by the part of them that is new to its trajectory.
 """
 
@@ -14,6 +16,9 @@ from pearl_state.worker import WorkerId
 
 _KEPT_S: Final = 120.0
 """Busy seconds of one workload profile that are remembered: older ones fade as newer come."""
+
+_PIECE_S: Final = 10.0
+"""Length from which on an interval is counted though it goes on."""
 
 _LEAST_FRESH: Final = 1.0 / 64.0
 """Smallest new part that is told apart."""
@@ -43,6 +48,38 @@ class _Measured:
 
 
 @dataclass(slots=True)
+class _Line:
+    """busy seconds = α · requests + β · new tokens, least squares over intervals of all profiles, older ones faded."""
+
+    rr: float = 0.0
+    rn: float = 0.0
+    nn: float = 0.0
+    rs: float = 0.0
+    ns: float = 0.0
+
+    def add(self, requests: float, new: float, busy_s: float) -> None:
+        """Take one interval in, which weighs as its time: its sums over its seconds."""
+        fade, weight = _KEPT_S / (_KEPT_S + busy_s), 1.0 / busy_s
+        self.rr = self.rr * fade + weight * requests * requests
+        self.rn = self.rn * fade + weight * requests * new
+        self.nn = self.nn * fade + weight * new * new
+        self.rs = self.rs * fade + requests
+        self.ns = self.ns * fade + new
+
+    def seconds(self, requests: float, new: float) -> float:
+        """What so much work takes; neither part of it is less than nothing. Where all were alike, tokens count."""
+        determinant = self.rr * self.nn - self.rn * self.rn
+        if determinant > 1e-9 * self.rr * self.nn:
+            a = (self.rs * self.nn - self.ns * self.rn) / determinant
+            b = (self.ns * self.rr - self.rs * self.rn) / determinant
+            if b < 0.0:
+                return self.rs / self.rr * requests
+            if a >= 0.0:
+                return a * requests + b * new
+        return self.ns / self.nn * new
+
+
+@dataclass(slots=True)
 class BusySpeed:
     """Follows the prompts of each instance. A workload profile is (magnitude of the mean prompt, magnitude of prompt
     over new part).
@@ -50,6 +87,7 @@ class BusySpeed:
 
     _open: dict[WorkerId, _Interval] = field(default_factory=dict[WorkerId, _Interval])
     _measured: dict[tuple[int, int], _Measured] = field(default_factory=dict[tuple[int, int], _Measured])
+    _line: _Line = field(default_factory=_Line)
 
     def began(self, instance: WorkerId, at_s: float) -> None:
         """A prompt was given to `instance`."""
@@ -67,6 +105,10 @@ class BusySpeed:
         interval.fresh += fresh * tokens
         interval.requests += 1
         self._left(instance, interval, at_s)
+        # Of a piece with little served the most would be what comes over.
+        if 0 < interval.in_hand <= interval.requests and at_s - interval.began_s >= _PIECE_S:
+            self._count(interval, at_s)
+            self._open[instance] = _Interval(at_s, interval.in_hand)
 
     def cut(self, instance: WorkerId, at_s: float) -> None:
         """A prompt was taken away from `instance` before it was computed: its interval is no measurement."""
@@ -80,29 +122,30 @@ class BusySpeed:
         if interval.in_hand > 0:
             return
         del self._open[instance]
+        self._count(interval, at_s)
+
+    def _count(self, interval: _Interval, at_s: float) -> None:
         busy_s = at_s - interval.began_s
         if interval.cut or busy_s <= 0.0 or not interval.requests:
             return
         profile = _profile(interval.tokens / interval.requests, interval.fresh / max(1, interval.tokens))
+        self._line.add(interval.requests, interval.fresh, busy_s)
         self._measured.setdefault(profile, _Measured()).add(interval.tokens, interval.fresh, busy_s)
 
     def tokens_per_s(self, prompt_tokens: float, profiled_fresh_per_s: float, fresh: float = 1.0) -> float:
         """θ^P for prompts of about this length and new part: Σ tokens / Σ busy seconds of their profile.
 
-        Where none of it has completed, the nearest profile's is scaled by the new parts, and before any the profiled
-        speed on new tokens is: never zero for lack of observations.
+        Where none of it has completed, it follows from what requests and new tokens took in all others, and before
+        any from the profiled speed on new tokens: never zero for lack of observations.
         """
         fresh = min(1.0, max(_LEAST_FRESH, fresh))
         if not self._measured:
             return profiled_fresh_per_s / fresh
-        length, part = wanted = _profile(prompt_tokens, fresh)
-        known = self._measured.get(wanted)
-        if known is None:
-            near = min(self._measured, key=lambda p: (abs(p[1] - part) + abs(p[0] - length), p))
-            known = self._measured[near]
-            if near[1] != part:
-                return known.tokens / known.busy_s * (known.fresh / known.tokens) / fresh
-        return known.tokens / known.busy_s
+        known = self._measured.get(_profile(prompt_tokens, fresh))
+        if known is not None:
+            return known.tokens / known.busy_s
+        prompt_tokens = max(1.0, prompt_tokens)
+        return prompt_tokens / self._line.seconds(1.0, fresh * prompt_tokens)
 
 
 def _profile(prompt_tokens: float, fresh: float) -> tuple[int, int]:
