@@ -19,7 +19,7 @@ from pearl_rl.live.follower import Follower, Tail, event_words
 from pearl_rl.live.server import Dashboard
 from pearl_rl.live.table_now import table_now
 from pearl_rl.live.testing import OperableJob
-from pearl_rl.live.top import under_way, worker_table
+from pearl_rl.live.top import decided, under_way, worker_table
 from pearl_rl.observer import StepRecord
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.settings import load_settings
@@ -254,6 +254,28 @@ def test_a_run_that_does_not_listen_says_how_to_make_it(tmp_path, capsys, monkey
     code, _, error = say(capsys, "unpin")
     assert code == 5
     assert "the run may be over" in error
+
+
+def test_the_same_decision_again_and_again_is_one_line():
+    def made(number, previous, selected, gate=None):
+        return {
+            "number": number, "at_s": float(number), "previous": previous, "selected": selected, "gate": gate,
+            "budget_workers": 4, "why": "the best",
+        }  # fmt: skip
+
+    gate = {"open": False, "benefit_s": 0.1, "toggle_s": 0.5}
+    newest_first = [
+        made(7, "4C", "4C"), made(6, "4C", "4C"), made(5, None, None, gate), made(4, None, None, gate),
+        made(3, "4C", "4C"), made(2, "3C", "4C"), made(1, "3C", "3C"),
+    ]  # fmt: skip
+    assert decided(newest_first) == [
+        "7.0 s  stays 4C for 4 workers (the best), 2 times",
+        "5.0 s  keep training GPUs: benefit 100 ms, cost 500 ms",
+        "4.0 s  keep training GPUs: benefit 100 ms, cost 500 ms",
+        "3.0 s  stays 4C for 4 workers (the best)",
+        "2.0 s  3C → 4C for 4 workers (the best)",
+        "1.0 s  stays 3C for 4 workers (the best)",
+    ]
 
 
 def test_what_listens_there_now_and_is_no_run_is_one_line(tmp_path, capsys, monkeypatch):

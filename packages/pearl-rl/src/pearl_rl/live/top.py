@@ -1,6 +1,7 @@
 """A run in a terminal: what `pearl-rl top` redraws and `pearl-rl status` prints once."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -32,7 +33,7 @@ def whole(view: Mapping[str, Any], *, most_workers: int = 40) -> RenderableType:
         worker_table(view["workers"][:most_workers]),
         *([Text(f"{len(view['workers']) - most_workers} more workers", style="dim")] * _more(view, most_workers)),
         *(Text(line) for line in under_way(view)),
-        *(Text(decision_words(decision)) for decision in view["decisions"][:_SHOWN]),
+        *(Text(line) for line in decided(view["decisions"])[:_SHOWN]),
         *(Text(f"  {limit}", style="dim") for limit in newest_limits(view)),
         *(Text(f"{seconds(item['at_s'])}  {item['text']}", style="dim") for item in view["news"][:_SHOWN]),
     )
@@ -133,6 +134,22 @@ def newest_limits(view: Mapping[str, Any]) -> Sequence[str]:
     """What bounded the newest choice of mode and ratio, in words."""
     chosen = [decision for decision in view["decisions"] if decision["gate"] is None]
     return chosen[0]["limits"] if chosen else ()
+
+
+def decided(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Decisions, the newest first, one line each; the same one again and again is one line, at its newest time."""
+    lines = []
+    for _, same in groupby(decisions, key=_what):
+        first, *others = same
+        lines.append(decision_words(first) + (f", {len(others) + 1} times" if others else ""))
+    return lines
+
+
+def _what(decision: Mapping[str, Any]) -> Any:
+    """What is told of a decision but its time; each verdict of the gate, and each change, is its own."""
+    if decision["gate"] is not None or decision["previous"] != decision["selected"]:
+        return decision["number"]
+    return decision["selected"], decision["budget_workers"], decision["why"]
 
 
 def decision_words(decision: Mapping[str, Any]) -> str:
