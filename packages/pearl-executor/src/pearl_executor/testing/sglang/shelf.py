@@ -74,21 +74,25 @@ class Shelf:
             raise DiedError
 
         entry.server = StandInServer(parse(order["args"], order["env"]), die)
-        entry.task = asyncio.get_running_loop().create_task(self._serve(order["name"], entry, entry.server))
+        entry.task = asyncio.get_running_loop().create_task(self._serve(entry, entry.server))
+        # Not at the end of what it does: one that is killed before it began does nothing.
+        entry.task.add_done_callback(lambda _: self._gone(order["name"], entry))
 
-    async def _serve(self, name: str, entry: _Shelved, server: StandInServer) -> None:
+    async def _serve(self, entry: _Shelved, server: StandInServer) -> None:
         try:
             await server.serve()
         except (asyncio.CancelledError, DiedError):
             pass
         except OSError as error:
             entry.how = f"it cannot serve: {error}"
-        finally:
-            server.abort()
-            for kept in entry.ports:
-                kept.close()
-            self._servers.pop(name, None)
-            self._say({"ended": name, "how": entry.how})
+
+    def _gone(self, name: str, entry: _Shelved) -> None:
+        assert entry.server is not None
+        entry.server.abort()
+        for kept in entry.ports:
+            kept.close()
+        self._servers.pop(name, None)
+        self._say({"ended": name, "how": entry.how})
 
     def end(self, order: dict[str, Any]) -> None:
         """Take a server off the shelf at once, whatever it does."""
@@ -142,8 +146,11 @@ class ShelvedServer:
         del grace_s
         if not self.exited.done():
             await self.shelf.ask("end", name=self.name, how="it was ended")
-            async with asyncio.timeout(_ORDER_S):
-                await asyncio.shield(self.exited)
+            try:
+                async with asyncio.timeout(_ORDER_S):
+                    await asyncio.shield(self.exited)
+            except TimeoutError:
+                raise WorkerError(f"{self.name} is still on its shelf after {_ORDER_S:g} s") from None
 
     async def kill(self) -> None:
         """Let it be gone, as if somebody else had killed it."""
