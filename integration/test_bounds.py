@@ -66,7 +66,7 @@ def test_every_hang_that_is_walked_is_a_row_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("method", HANGS)
-def test_a_call_that_hangs_is_named_ends_within_its_bound_and_the_run_goes_on(method: str) -> None:
+def test_a_call_that_hangs_is_named_ends_within_its_bound_and_the_run_goes_on(tmp_path, method: str) -> None:
     name, bound = HANGS[method]
     ops = (
         Op(0.0, "fault", (method, "hang")),
@@ -80,7 +80,7 @@ def test_a_call_that_hangs_is_named_ends_within_its_bound_and_the_run_goes_on(me
     script = Script(seed=0, borrowing="ungated", gpus_per_worker=1, steps=14, staleness=1, max_restarts=1000, ops=ops)
 
     async def main() -> Life:
-        life = Life(Machine(FaultScript(), Disk()), script)
+        life = Life(Machine(FaultScript(), Disk(tmp_path)), script)
         await life.run(deque(ops))
         return life
 
@@ -96,13 +96,13 @@ def test_a_call_that_hangs_is_named_ends_within_its_bound_and_the_run_goes_on(me
     assert late[0].duration_s <= most + LIMITS.cancel_s
 
 
-def test_hand_overs_that_keep_failing_end_in_colocation_and_the_run_goes_on() -> None:
+def test_hand_overs_that_keep_failing_end_in_colocation_and_the_run_goes_on(tmp_path) -> None:
     """As in the table's last words; here a person wanted disaggregation."""
     ops = (Op(0.5, "pin", ("1P1D",)), Op(0.0, "transfer_failures", (1000,)), Op(4000.0, "thaw"))
     script = Script(seed=0, borrowing="off", gpus_per_worker=1, steps=4, staleness=1, max_restarts=1000, ops=ops)
 
     async def main() -> tuple[Life, list[str]]:
-        life = Life(Machine(FaultScript(), Disk()), script)
+        life = Life(Machine(FaultScript(), Disk(tmp_path)), script)
         told: list[str] = []
         watch = TransferWatch(life.scheduler.post, told.append)
         life.router._on_transfer = watch.ended

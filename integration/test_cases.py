@@ -13,6 +13,7 @@ from pearl_executor.ports import WorkerError
 from pearl_executor.testing import FaultScript
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.control.liveness import StallProbe
+from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Role, Zone
 from pearl_state.worker import GpuId, Worker, WorkerId
 
@@ -61,11 +62,11 @@ async def live(machine: Machine, of: Script) -> Life:
 
 
 @pytest.mark.parametrize("withdrawn", [False, True])
-def test_steps_do_not_wait_for_workers_that_start_and_a_withdrawn_one_leaves_nothing(withdrawn: bool) -> None:
+def test_steps_do_not_wait_for_workers_that_start_and_a_withdrawn_one_leaves_nothing(tmp_path, withdrawn: bool) -> None:
     """SkyRL#1954, miles#693: starts of minutes blocked training; here they run beside it."""
 
     async def times(of: Script, start_s: float) -> tuple[list[float], Life]:
-        machine = Machine(FaultScript({"start@4": start_s, "start@5": start_s}), Disk())
+        machine = Machine(FaultScript({"start@4": start_s, "start@5": start_s, "load_weights": 1.0}), Disk(tmp_path))
         life = Life(machine, of)
         finished: list[float] = []
         check = life.check
@@ -82,13 +83,21 @@ def test_steps_do_not_wait_for_workers_that_start_and_a_withdrawn_one_leaves_not
     ops = [Op(20.0, "offer", ([10, 11],))]
     if withdrawn:
         ops.append(Op(12.0, "reclaim", ([10, 11], 5.0)))
-    alone, _ = run_virtual(times(script(Op(1e4, "thaw"), steps=12), 110.0))
-    beside, life = run_virtual(times(script(*ops, Op(1e4, "thaw"), steps=12), 110.0))
-    assert beside == pytest.approx(alone)
-    rollout = [row for row in life.scheduler.state.table.rows.values() if row.role is not Role.TRAINING]
+    alone, _ = run_virtual(times(script(Op(1e4, "thaw"), steps=40), 110.0))
+    beside, life = run_virtual(times(script(*ops, Op(1e4, "thaw"), steps=40), 110.0))
+    # They were asked for after 20 s, and are up 110 s later.
+    until_up = [at_s for at_s in beside if at_s < 130.0]
+    assert len(until_up) >= 10
+    assert until_up == pytest.approx(alone[: len(until_up)])
+    new = {GpuId(10), GpuId(11)}
+    rows = [row for row in life.scheduler.state.table.rows.values() if row.gpus & new]
     if withdrawn:
-        assert all(not row.gpus & {GpuId(10), GpuId(11)} for row in rollout)
-        assert all(not p.gpus & {GpuId(10), GpuId(11)} for p in life.machine.workers.processes.values())
+        assert beside == pytest.approx(alone)
+        assert rows == []
+        assert all(not process.gpus & new for process in life.machine.workers.processes.values())
+    else:
+        assert {row.lifecycle for row in rows} == {Lifecycle.ACTIVE}
+        assert new == {gpu for row in rows for gpu in row.gpus}
 
 
 def test_workers_that_hang_are_asked_at_once_not_one_after_another() -> None:
@@ -113,14 +122,14 @@ def test_workers_that_hang_are_asked_at_once_not_one_after_another() -> None:
     assert run_virtual(main()) <= 31.0
 
 
-def test_a_stalled_rollout_starts_no_worker() -> None:
+def test_a_stalled_rollout_starts_no_worker(tmp_path) -> None:
     """prime-rl#3211: while clients time out and engines idle, nobody scales up."""
     frozen = script(Op(6.0, "freeze", (2,)), Op(0.0, "freeze", (3,)), Op(200.0, "thaw"), steps=3)
     report = play(frozen)
     assert report.outcome.steps == 3
 
     async def main() -> int:
-        life = await live(Machine(FaultScript(), Disk()), frozen)
+        life = await live(Machine(FaultScript(), Disk(tmp_path)), frozen)
         return max(row.id for row in life.scheduler.state.table.rows.values())
 
     # Slots 0 and 1 train, 2 and 3 are the reserved ones, 4 and 5 those offered at the script's end.
