@@ -117,7 +117,10 @@ def _select(search: CandidateSearch, way: _Way, calibrated: bool) -> Decision:
         return _decision(search, way, ranked, best, Reason.INITIAL, words)
     if kept is None:
         words.append(f"{current} cannot run on {search.workers} workers, nor can what it reaches without role changes")
-        return _decision(search, way, ranked, best, Reason.FORCED, words)
+        chosen = _cheapest(way, ranked) if search.steady else best
+        if chosen is not best:
+            words.append(f"{best.configuration} is faster than {chosen.configuration}, but not by what it costs more")
+        return _decision(search, way, ranked, chosen, Reason.FORCED, words)
     chosen, reason = _settle(search, way, ranked, kept, words)
     if current.workers > search.workers:
         reason = Reason.FORCED
@@ -141,6 +144,12 @@ def _settle(
     return kept, refusal
 
 
+def _cheapest(way: _Way, ranked: list[Candidate]) -> Candidate:
+    """Where a steady pool must change: the feasible candidate of which way and stay take least over the horizon."""
+    feasible = [candidate for candidate in ranked if candidate.feasible]
+    return min(feasible, key=lambda c: c.makespan_s * way.horizon + way.to(c.configuration).cost_s)
+
+
 def _challengers(ranked: list[Candidate], kept: Candidate) -> list[Candidate]:
     """What is faster than `kept`: the best candidate and, where that has the other mode, the best of `kept`'s."""
     best, mode = ranked[0], kept.configuration.mode
@@ -150,14 +159,24 @@ def _challengers(ranked: list[Candidate], kept: Candidate) -> list[Candidate]:
     return [c for c in found if c.makespan_s < kept.makespan_s]
 
 
-def _threshold(settings: DecideSettings, kept: Configuration, target: Configuration) -> float:
-    return settings.ratio_threshold if kept.mode is target.mode else settings.mode_threshold
+def _threshold(search: CandidateSearch, way: _Way, kept: Configuration, target: Configuration) -> float:
+    """Relative gain that `target` must promise over `kept`.
+
+    Under a steady load the pool is a new one with every step, and most of it joins in whatever roles it is given: only
+    the part that would change counts. A pool of 4 that becomes one of 12 is bound by a third of the threshold.
+    """
+    settings = search.settings
+    threshold = settings.ratio_threshold if kept.mode is target.mode else settings.mode_threshold
+    if not search.steady:
+        return threshold
+    switch = way.to(target)
+    return threshold * (switch.flipped + switch.relaunched) / search.workers
 
 
 def _challenge(search: CandidateSearch, way: _Way, kept: Candidate, challenger: Candidate) -> tuple[Reason | None, str]:
     """Why `kept` stays in spite of `challenger`; (None, "") where it does not."""
     gain = kept.makespan_s - challenger.makespan_s
-    threshold = _threshold(search.settings, kept.configuration, challenger.configuration)
+    threshold = _threshold(search, way, kept.configuration, challenger.configuration)
     name = str(challenger.configuration)
     if gain <= threshold * kept.makespan_s:
         return (
@@ -184,7 +203,7 @@ def _decision(
         same = current.workers == search.workers and (search.disaggregation or not current.prefill)
         before = search.candidate(current.prefill).predicted if same else search.terms(current)
         gain = before.total_s - ranked[0].makespan_s
-        threshold = _threshold(search.settings, current, ranked[0].configuration)
+        threshold = _threshold(search, way, current, ranked[0].configuration)
     candidates = ranked
     if all(c is not chosen and c.configuration != chosen.configuration for c in ranked):
         candidates = sorted([*ranked, chosen], key=rank)

@@ -7,13 +7,13 @@ reason. A sample that is not a number is an error, since it means a broken meter
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from pearl_planner.extended import ExtendedModel
 from pearl_planner.makespan import MakespanModel, PrintedModel
 from pearl_planner.robust import Floats, clipped_mean, robust_line, robust_plane, weighted_median
+from pearl_planner.steady import deciding_model
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -300,7 +300,7 @@ def fit_workload(
     decode = float(columns["decode_s"].sum())
     outside = sum(float(columns[name].sum()) for name in ("prefill_s", "queue_s", "environment_s"))
     response = clipped_mean(columns["response_tokens"])
-    values = {
+    values: dict[str, Any] = {
         "turns": max(1.0, _path_turns(slowest, response)),
         "new_prompt_tokens": clipped_mean(columns["new_prompt_tokens"]),
         "response_tokens": response,
@@ -421,7 +421,7 @@ def _explaining(
             changed = replace(platform, handover_s=value)
         else:
             changed = replace(platform, overhead_per_turn_s=value)
-        model: MakespanModel = ExtendedModel(workload, changed) if extended else PrintedModel(workload, changed)
+        model: MakespanModel = deciding_model(workload, changed) if extended else PrintedModel(workload, changed)
         return math.fsum(seconds / _predicted_s(model, configuration) for configuration, seconds in step.segments)
 
     low, high = 0.0, step.makespan_s / workload.turns

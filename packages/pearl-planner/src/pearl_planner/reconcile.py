@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pearl_planner.capacity import kv_bytes_per_sequence
 from pearl_planner.decide import STEPS_AHEAD
 from pearl_planner.elastic import Borrowing, ElasticState, Group, RunningPlan, Step
 from pearl_planner.gate import NOBODY_S, borrow_gate
@@ -77,7 +76,7 @@ def choose(state: ElasticState, budget_workers: int, *, current: Configuration |
     """The policy's answer for a budget."""
     remaining_fraction, steps_ahead = _horizon(state)
     return state.settings.policy.decide(
-        workload=load_on(state, budget_workers),
+        workload=workload_of(state),
         platform=state.platform,
         budget_workers=budget_workers,
         current=current,
@@ -88,31 +87,26 @@ def choose(state: ElasticState, budget_workers: int, *, current: Configuration |
     )
 
 
-def load_on(state: ElasticState, workers: int) -> WorkloadProfile:
-    """The workload that `workers` have at a time.
-
-    A batch goes to all of them. Where batches overlap, what is in flight is not theirs to finish together: as many are
-    served as half of the workers hold the KV of, and the others wait for room.
-    """
-    workload, platform = state.workload, state.platform
-    each_bytes = kv_bytes_per_sequence(workload, platform)
-    if not state.continuous or not platform.kv_capacity_bytes or not each_bytes:
-        return workload
-    held = max(1, workers // 2) * platform.kv_capacity_bytes / each_bytes
-    return replace(workload, batch=min(workload.batch, max(1, int(held))))
+def workload_of(state: ElasticState) -> WorkloadProfile:
+    """The workload, steady where batches overlap: also before a step of the run said so."""
+    workload = state.workload
+    return replace(workload, steady=True) if state.continuous and not workload.steady else workload
 
 
 def _horizon(state: ElasticState) -> tuple[float, float]:
     """How long a configuration may pay: the part of the workload's batch that is left, and batches after it.
 
     Where batches overlap, the workload's batch is all that is in flight, and a step takes a part of it. Where training
-    lends GPUs, the pool changes with every step: what is chosen for it is gone with the step.
+    lends GPUs, the pool changes with every step: what is chosen for it is gone with the step. Those that serve beside
+    an update, or while others are about to join them, are a pool for moments: nothing pays there that costs anything.
     """
     if not state.continuous:
         return state.remaining / state.batch if state.batch else 1.0, STEPS_AHEAD
-    if state.settings.borrowing is Borrowing.OFF or not state.settings.policy.borrows:
+    settings = state.settings
+    if settings.borrowing is Borrowing.OFF or not settings.policy.borrows:
         return 1.0, STEPS_AHEAD
-    return min(1.0, state.batch / state.workload.batch), 0.0
+    passing = state.training_wanted or state.releasing is not None or bool(state.groups)
+    return 0.0 if passing else min(1.0, state.batch / state.workload.batch), 0.0
 
 
 # ---- removing -------------------------------------------------------------------------------------------------------
@@ -185,8 +179,8 @@ def lend(state: ElasticState, trigger: str) -> Step:
         return state, ()
     dedicated = len([id_ for id_ in table.active() if table.rows[id_].zone is Zone.DEDICATED])
     full = choose(state, dedicated + len(overlap), current=None)
-    full_s = full.predicted_s * _share(state, dedicated + len(overlap))
-    ded_s = choose(state, dedicated, current=None).predicted_s * _share(state, dedicated) if dedicated else NOBODY_S
+    full_s = full.predicted_s
+    ded_s = choose(state, dedicated, current=None).predicted_s if dedicated else NOBODY_S
     verdict = borrow_gate(
         remaining=state.remaining,
         batch=max(state.workload.batch if state.continuous else state.batch, state.remaining),
@@ -223,11 +217,6 @@ def lend(state: ElasticState, trigger: str) -> Step:
         next_plan=PlanId(plan_id + 1),
     )
     return state, (record, ReleaseTraining(plan_id=plan_id, workers=rows(state, training)))
-
-
-def _share(state: ElasticState, workers: int) -> float:
-    """What the whole workload is to the load of `workers`."""
-    return state.workload.batch / load_on(state, workers).batch
 
 
 def _lendable(state: ElasticState, id_: WorkerId) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal
 from pearl_planner.capacity import least_decode_workers, prefill_overload
 from pearl_planner.extended import ExtendedModel
 from pearl_planner.makespan import MakespanModel, PrintedModel
+from pearl_planner.steady import deciding_model
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Candidate, Constraint, MakespanTerms
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -99,19 +100,23 @@ class CandidateSearch:
         self.settings = settings
         self.printed = PrintedModel(workload, platform)
         self.model: MakespanModel = self.printed
+        self.steady = workload.steady and settings.model == "extended"
         if settings.model == "extended":
-            extended = ExtendedModel(workload, platform, settings.kv_headroom)
-            if not extended.is_printed:
-                self.model = extended
+            model = deciding_model(workload, platform, settings.kv_headroom)
+            if not (isinstance(model, ExtendedModel) and model.is_printed):
+                self.model = model
         # One worker cannot hold two roles of which each needs the other.
         self.colocation = Mode.COLOCATION in allowed or workers == 1
         self.disaggregation = Mode.DISAGGREGATION in allowed and workers >= 2
-        self.least_decode = least_decode_workers(workload, platform, settings.kv_headroom)
+        # Under a steady load who finds no room waits outside, and whoever would pile up is in the cycle already:
+        # nothing is infeasible, it only serves fewer at a time.
+        self.least_decode = 1 if self.steady else least_decode_workers(workload, platform, settings.kv_headroom)
         self.context_prefill_s = workload.batch * workload.context_tokens * platform.prefill_per_token_s
         self.low, self.high = 1, 0
         self._known: dict[int, Candidate] = {}
         if self.disaggregation:
-            self.low = _first(1, workers - 1, lambda p: not self._overloaded(p)) if self._overloaded(1) else 1
+            heavy = not self.steady and self._overloaded(1)
+            self.low = _first(1, workers - 1, lambda p: not self._overloaded(p)) if heavy else 1
             self.high = min(workers - 1, workers - self.least_decode)
 
     @property

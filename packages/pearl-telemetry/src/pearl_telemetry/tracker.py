@@ -186,7 +186,7 @@ class RuntimeTracker:
         if not ema.count:
             return None
         measured = dict.fromkeys((*_AVERAGED, "active_by_turn"), f"telemetry, moving average over {ema.count} steps")
-        measured["batch"] = "telemetry, newest step"
+        measured |= dict.fromkeys(("batch", "steady"), "telemetry, newest step")
         measured["max_context_tokens"] = f"telemetry, largest over {ema.count} steps"
         for name, missing in _OPTIONAL.items():
             times = ema.counts.get(name, 0)

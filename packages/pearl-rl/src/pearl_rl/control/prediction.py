@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from pearl_planner.elastic import ElasticState
-from pearl_planner.reconcile import load_on
+from pearl_planner.reconcile import workload_of
 from pearl_state.configuration import Configuration
 
 
@@ -21,7 +21,7 @@ def predicted_makespan_s(state: ElasticState, configuration: Configuration) -> f
     """
     if not state.calibrated:
         return None
-    workload = load_on(state, configuration.workers)
+    workload = workload_of(state)
     decision = state.settings.policy.decide(
         workload=workload, platform=state.platform, budget_workers=configuration.workers, pinned=configuration
     )

@@ -127,11 +127,7 @@ class ContinuousPipeline(PipelineScheduler):
         passed = self._router.concurrency() - batch.mark.concurrency
         if not passed.elapsed_s:
             return None
-        in_flight = passed.in_flight_s / passed.elapsed_s
-        if self._batching is not None and self._buffer.counts.in_flight:
-            # Who waits for room loads nobody; how many do changes little within a step.
-            in_flight *= 1.0 - min(1.0, self._batching.batcher.waiting / self._buffer.counts.in_flight)
-        return Flow(in_flight, self._router.statistics.calls - batch.mark.calls)
+        return Flow(passed.in_flight_s / passed.elapsed_s, self._router.statistics.calls - batch.mark.calls)
 
     async def _ready(self, batch: Batch) -> bool:
         """Return once a batch is ready and no sample under way would be made too old by it; False where none comes."""

@@ -51,7 +51,7 @@ class Flow:
     """What went on during a step under continuous injection, whichever step it was for."""
 
     in_flight: float
-    """Trajectories that were under way, and had room on a worker, on average."""
+    """Trajectories that were under way on average, whether they had room on a worker or waited for it."""
     turns: int
     """Turns that ended."""
 
