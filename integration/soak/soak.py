@@ -31,7 +31,7 @@ from pearl_executor.engines.sglang.options import MemoryProbe, SglangOptions, Sg
 from pearl_executor.engines.sglang.runtime import SglangRuntime
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.ports import Sampling, WeightSnapshot
-from pearl_executor.testing.sglang.model import Weights, draw, extend
+from pearl_executor.testing.sglang.model import Weights, draw, extend, vocabulary
 from pearl_executor.testing.sglang.shelf import ShelfLauncher, ShelvedServer
 from pearl_planner.elastic import Borrowing, ElasticSettings, initial_state
 from pearl_planner.policies import colocated_elastic
@@ -108,7 +108,7 @@ class Soak:
         self.problems: list[str] = []
         self.latencies_s: list[float] = []
         self.longest_s = 0.0
-        self.broken: set[str] = set()
+        self.broken: dict[str, ShelvedServer] = {}
         self.broken_starting = 0
         self.least_active = plan.workers
         self.active = 0
@@ -119,7 +119,7 @@ class Soak:
     async def run(self) -> dict[str, object]:
         """Returns the report. `problems` in it is empty where everything held."""
         model = tiny_model(self.plan.folder / "model", seed=self.plan.seed)
-        self.weights = Weights.read(model)
+        self.weights, self.vocabulary = Weights.read(model), vocabulary(model)
         snapshot = WeightSnapshot(1, str(model), checksum=snapshot_checksum(model))
         before = len(asyncio.all_tasks())
         async with AsyncExitStack() as stack:
@@ -127,6 +127,7 @@ class Soak:
             start_s = await self._start()
             self.quiet_tasks = len(asyncio.all_tasks())
             await self._soak()
+            await self._until_broken_are_gone()
             await self._until_all_active(self.plan.start_s + SETTLE_S)
             await self._check_quiet()
         for _ in range(50):
@@ -215,6 +216,18 @@ class Soak:
         await self._until_all_active(self.plan.start_s + SETTLE_S)
         return start_s
 
+    async def _until_broken_are_gone(self) -> None:
+        """Whoever hangs is ended by the control plane once it was silent for long enough."""
+        try:
+            async with asyncio.timeout(self.plan.start_s + SETTLE_S):
+                for server in self.broken.values():
+                    await asyncio.shield(server.exited)
+        except TimeoutError:
+            left = [name for name, server in self.broken.items() if not server.exited.done()]
+            self._problem(f"{len(left)} broken workers are still there: {left[:5]}")
+        # What follows from their ends is under way.
+        await asyncio.sleep(1.0)
+
     async def _until_all_active(self, limit_s: float) -> None:
         try:
             async with asyncio.timeout(limit_s):
@@ -271,7 +284,7 @@ class Soak:
         state = extend(self.weights.seed, context)
         tokens = []
         for _ in range(NEW_TOKENS):
-            token, _ = draw(state)
+            token, _ = draw(state, self.vocabulary)
             tokens.append(token)
             state = extend(state, [token])
         return tokens
@@ -298,7 +311,7 @@ class Soak:
         names, weights = zip(*KINDS, strict=True)
         kind = self.draw.choices(names, weights)[0]
         self.counts[kind] += 1
-        self.broken.add(victim.name)
+        self.broken[victim.name] = victim
         return victim.kill() if kind == "killed" else victim.hang()
 
     async def _watch(self) -> None:

@@ -26,7 +26,8 @@ def test_a_small_cluster_keeps_serving_while_workers_die_and_hang(tmp_path):
     report = play(Soak(Plan(**SMALL, folder=tmp_path)))
     assert report["problems"] == []
     assert report["killed"] > 0
-    assert report["failures_noticed"] >= report["killed"] + report["hung"]
+    # One that fails while it starts is noticed by its group.
+    assert report["failures_noticed"] + report["groups_failed"] >= report["killed"] + report["hung"]
     assert report["turns"] > 50
     assert report["tasks_after"] <= report["tasks_before"]
 
