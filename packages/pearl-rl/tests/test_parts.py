@@ -2,11 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from pearl_executor.availability import ControlFileSource
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl import parts
+from pearl_rl.errors import SettingsError
 from pearl_rl.settings import Settings, load_settings
-from pearl_rl.training.options import ComputeDtype
+from pearl_rl.training.options import ComputeDtype, RefActor
 from pearl_state.events import GpusOffered
 from pearl_state.roles import Tenure
 
@@ -20,6 +23,30 @@ def test_training_computes_on_the_device_of_the_engines_and_in_the_model_s_forma
     assert (usual.device, usual.dtype) == ("cpu", ComputeDtype.FLOAT32)
     options = parts.trainer_options(chosen("engine.device=cuda", "model.dtype=bfloat16", "run.seed=7"))
     assert (options.device, options.dtype, options.seed) == ("cuda", ComputeDtype.BFLOAT16, 7)
+
+
+def test_the_reference_works_where_train_ref_actor_says() -> None:
+    usual = parts.trainer_options(chosen())
+    assert (usual.ref_actor, usual.reference_rank) == (RefActor.INLINE, False)
+    together = parts.trainer_options(chosen("train.kl_coefficient=0.1", "train.ref_actor=colocated"))
+    assert (together.ref_actor, together.reference_rank) == (RefActor.COLOCATED, False)
+    apart = parts.trainer_options(chosen("train.kl_coefficient=0.1", "train.ref_actor=decoupled"))
+    assert (apart.ref_actor, apart.reference_rank) == (RefActor.DECOUPLED, True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("train.ref_actor=colocated",), r"train.kl_coefficient=0 keeps none; use train.kl_coefficient=0.01"),
+        (
+            ("train.ref_actor=decoupled", "train.kl_coefficient=0.1", "cluster.training_gpus=1"),
+            r"needs another one for the actor; use cluster.training_gpus=2 or more",
+        ),
+    ],
+)
+def test_a_place_for_the_reference_that_cannot_be_is_refused_in_one_line(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        chosen(*overrides)
 
 
 def offers(settings: Settings) -> dict[Tenure, set[int]]:

@@ -44,6 +44,7 @@ from pearl_rl.training.options import (
     ComputeDtype,
     LossOptions,
     OptimizerOptions,
+    RefActor,
     TrainerOptions,
 )
 from pearl_rl.training.process import TrainerLimits
@@ -369,6 +370,8 @@ def trainer_options(settings: Settings) -> TrainerOptions:
         minibatches=train.minibatches,
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,
+        ref_actor=RefActor(train.ref_actor),
+        reference_rank=train.ref_actor == "decoupled",
         dtype=ComputeDtype(settings.model.dtype),
         device=settings.engine.device,
         seed=settings.run.seed,

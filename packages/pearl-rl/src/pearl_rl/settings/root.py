@@ -239,6 +239,22 @@ def _sampling(settings: Settings) -> Iterator[Contradiction]:
         )
 
 
+def _ref_actor(settings: Settings) -> Iterator[Contradiction]:
+    mode = settings.train.ref_actor
+    if mode != "inline" and settings.train.kl_coefficient == 0:
+        yield Contradiction(
+            ("train.ref_actor", "train.kl_coefficient"),
+            f'train.ref_actor="{mode}" says where a reference works, and train.kl_coefficient=0 keeps none; '
+            'use train.kl_coefficient=0.01, or train.ref_actor="inline"',
+        )
+    if mode == "decoupled" and settings.cluster.training_gpus < 2:
+        yield Contradiction(
+            ("train.ref_actor", "cluster.training_gpus"),
+            'train.ref_actor="decoupled" takes one training GPU for the reference and needs another one for the actor; '
+            "use cluster.training_gpus=2 or more",
+        )
+
+
 def _ray(settings: Settings) -> Iterator[Contradiction]:
     for name in ("training_labels", "reserved_labels", "preemptible_labels"):
         try:
@@ -297,6 +313,7 @@ _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
     _policy,
     _thresholds,
     _sampling,
+    _ref_actor,
     _sglang,
     _ray,
 )
