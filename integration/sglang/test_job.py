@@ -47,6 +47,15 @@ class Job:
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in lines if line["action"] in actions]
 
+    def serving(self):
+        """The rows of those that serve, at each change of the table."""
+        rows = {}
+        for line in read_lines(self.folder / "table.jsonl"):
+            rows |= line["rows"]
+            for gone in line["gone"]:
+                rows.pop(str(gone), None)
+            yield [row for row in rows.values() if row["lifecycle"] == "active" and row["role"] != "training"]
+
     def wait(self, what, happened):
         """Wait until the journal shows it, or the job ended."""
         while not happened():
@@ -133,10 +142,18 @@ def test_every_server_held_the_weights_that_were_published(job):
     assert {line["version"] for line in loads} >= set(range(STEPS))
     for version in {line["version"] for line in loads}:
         assert len({line["checksum"] for line in loads if line["version"] == version}) == 1
-    # Nobody served with weights that it was not seen to hold.
+    # Nobody was admitted with weights that it was not seen to hold.
     held = {(line["worker"], line["version"]) for line in loads}
+    admitted = {(row["id"], row["weight_version"]) for rows in run.serving() for row in rows}
+    assert admitted
+    assert admitted <= held
     served = {line["worker"] for line in read_lines(run.folder / "requests.jsonl") if line["tokens"]}
-    assert served <= {worker for worker, _ in held}
+    assert served <= {worker for worker, _ in admitted}
+
+
+def test_at_least_three_servers_serve_at_the_same_time(job):
+    run, _ = job
+    assert max(len(rows) for rows in run.serving()) >= 3
 
 
 def test_both_sides_of_a_pair_reuse_the_prefixes_of_earlier_turns(job):
