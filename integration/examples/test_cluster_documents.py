@@ -84,5 +84,8 @@ def test_tasks_are_valid_yaml_and_their_scripts_valid_shell():
 
 def test_every_file_that_the_page_names_is_there():
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    for name in re.findall(r"\]\(([^)]+)\)", page):
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        name, _, heading = link.partition("#")
         assert (FOLDER / name).is_file(), name
+        titles = re.findall(r"^#+ (.+)$", (FOLDER / name).read_text(encoding="utf-8"), re.MULTILINE)
+        assert not heading or heading in {title.lower().replace(" ", "-") for title in titles}, link

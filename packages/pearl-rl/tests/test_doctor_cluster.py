@@ -1,5 +1,6 @@
 """The doctor of a cluster: what settings need against what nodes answered, without a cluster."""
 
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -95,6 +96,13 @@ def test_sglang_is_looked_for_in_its_interpreter():
     finding = found(lacking, settings=settings)["node 10.0.0.2 (elastic)"]
     assert "engine.sglang.interpreter: /opt/sglang/bin/python has no SGLang" in finding.detail
     assert found(replace(lacking, sglang="0.5.23"), settings=settings)["node 10.0.0.2 (elastic)"].ok
+    other = found(replace(lacking, sglang="0.5.8"), settings=settings)["node 10.0.0.2 (elastic)"]
+    assert "SGLang 0.5.8, not 0.5.23" in other.detail
+    assert "uv pip install sglang==0.5.23" in other.remedy
+    unable = replace(lacking, sglang="0.5.23", transfer="ImportError: libibverbs.so.1: cannot open shared object file")
+    finding = found(unable, settings=settings)["node 10.0.0.2 (elastic)"]
+    assert "cannot hand KV over: ImportError: libibverbs.so.1" in finding.detail
+    assert "mooncake-transfer-engine" in finding.remedy
 
 
 def test_a_node_answers_for_itself(tmp_path, monkeypatch):
@@ -105,4 +113,12 @@ def test_a_node_answers_for_itself(tmp_path, monkeypatch):
     answer = look(questions)
     assert answer["missing"] == (str(tmp_path / "none"),)
     assert answer["sglang"] == "no-such-python cannot be run (FileNotFoundError)"
+    assert answer["transfer"] == ""
+    without = look(Questions(interpreter=(sys.executable,)))
+    assert (without["sglang"], without["transfer"]) == (
+        f"{sys.executable} has no SGLang",
+        "ModuleNotFoundError: No module named 'mooncake'",
+    )
+    stand_in = look(Questions(interpreter=(sys.executable, "-m", "pearl_executor.testing.sglang")))
+    assert (stand_in["sglang"], stand_in["transfer"]) == ("0.5.23", "")
     assert answer["reaches_driver"] is False

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pearl_executor.engines.sglang.options import INSTALL, VERSION
 from pearl_executor.runtimes.local.processes import ProcessError
 from pearl_rl.cli.doctor import Finding, tell
 from pearl_rl.errors import CommandError, ExitCode
@@ -142,5 +143,13 @@ def _problems(settings: Settings, node: "NodeFacts", marker: str) -> Iterator[tu
         )
     if settings.model.path in node.missing and node.gpus > 0:
         yield f"has no model.path = {settings.model.path}", "copy or mount the model there"
-    if settings.engine.kind == "sglang" and node.gpus > 0 and not node.sglang[:1].isdigit():
-        yield f"engine.sglang.interpreter: {node.sglang}", "install SGLang there, in an environment of its own"
+    if settings.engine.kind != "sglang" or node.gpus == 0:
+        return
+    if node.sglang != VERSION:
+        found = f"SGLang {node.sglang}, not {VERSION}" if node.sglang[:1].isdigit() else node.sglang
+        yield f"engine.sglang.interpreter: {found}", INSTALL
+    elif node.transfer:
+        yield (
+            f"SGLang cannot hand KV over: {node.transfer}",
+            "install mooncake-transfer-engine beside SGLang, and the system's libibverbs1",
+        )

@@ -34,6 +34,8 @@ module["main"](order["args"], order["module"])
 
 ASK_VERSION: Final = "import importlib.metadata as m; print(m.version('sglang'))"
 """Prints which SGLang an interpreter has."""
+ASK_TRANSFER: Final = "import mooncake.engine"
+"""Fails where an interpreter cannot hand KV over."""
 _VERSION_S: Final = 60.0
 _KILL_COMMAND_S: Final = 10.0
 _REDACTED: Final = b"<redacted>"

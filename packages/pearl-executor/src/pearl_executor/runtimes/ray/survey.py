@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from pearl_executor.engines.sglang.launch import ASK_VERSION
+from pearl_executor.engines.sglang.launch import ASK_TRANSFER, ASK_VERSION
 from pearl_executor.runtimes.ray.cluster import require_ray
 from pearl_executor.runtimes.ray.nodes import on_node
 
@@ -48,6 +48,8 @@ class NodeFacts:
     """Paths of the questions that are not there."""
     sglang: str = ""
     """Version of SGLang, or what is wrong with the interpreter."""
+    transfer: str = ""
+    """Why Mooncake cannot be used there; empty where it can."""
     reaches_driver: bool = True
 
 
@@ -84,6 +86,7 @@ def look(questions: Questions) -> dict[str, Any]:
         "pearl": metadata.version("pearl-executor"),
         "missing": tuple(path for path in questions.paths if not Path(path).exists()),
         "sglang": _sglang(questions.interpreter),
+        "transfer": _transfer(questions.interpreter),
         "reaches_driver": _reaches(questions.listener),
     }
 
@@ -91,14 +94,29 @@ def look(questions: Questions) -> dict[str, Any]:
 def _sglang(interpreter: Sequence[str]) -> str:
     if not interpreter:
         return ""
-    command = [part.replace("{name}", "doctor").replace("{gpus}", "") for part in interpreter]
     try:
-        done = subprocess.run(
-            [*command, "-c", ASK_VERSION], capture_output=True, text=True, timeout=_VERSION_S, check=False
-        )
+        done = _run(interpreter, ASK_VERSION)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]} cannot be run ({type(error).__name__})"
-    return done.stdout.strip() if done.returncode == 0 else f"{command[0]} has no SGLang"
+        return f"{interpreter[0]} cannot be run ({type(error).__name__})"
+    return done.stdout.strip() if done.returncode == 0 else f"{interpreter[0]} has no SGLang"
+
+
+def _transfer(interpreter: Sequence[str]) -> str:
+    if not interpreter:
+        return ""
+    try:
+        done = _run(interpreter, ASK_TRANSFER)
+    except (OSError, subprocess.TimeoutExpired):
+        # What is wrong with the interpreter is said of its SGLang.
+        return ""
+    return (
+        "" if done.returncode == 0 else next(iter(reversed(done.stderr.strip().splitlines())), "it cannot be imported")
+    )
+
+
+def _run(interpreter: Sequence[str], code: str) -> "subprocess.CompletedProcess[str]":
+    command = [part.replace("{name}", "doctor").replace("{gpus}", "") for part in interpreter]
+    return subprocess.run([*command, "-c", code], capture_output=True, text=True, timeout=_VERSION_S, check=False)
 
 
 def _reaches(listener: tuple[str, int] | None) -> bool:

@@ -55,7 +55,7 @@ def main() -> None:
     served, arguments = ModuleType("sglang.srt.entrypoints.http_server"), ModuleType("sglang.srt.server_args")
     served.launch_server = launch_server  # type: ignore[attr-defined]
     arguments.prepare_server_args = parse  # type: ignore[attr-defined]
-    packages = ("sglang", "sglang.srt", "sglang.srt.entrypoints")
+    packages = ("sglang", "sglang.srt", "sglang.srt.entrypoints", "mooncake", "mooncake.engine")
     sys.modules.update({name: ModuleType(name) for name in packages})
     sys.modules.update({module.__name__: module for module in (served, arguments)})
     version = os.environ.get("PEARL_STANDIN_VERSION", VERSION)
