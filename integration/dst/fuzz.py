@@ -22,6 +22,7 @@ from pearl_executor.ports import Finish
 from pearl_planner.elastic import ElasticSettings, initial_state
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
+from pearl_rl.cli.importing import read_configuration, to_toml
 from pearl_rl.control.control_server import ControlServer
 from pearl_rl.encoding import encode_event
 from pearl_rl.errors import CommandError
@@ -122,6 +123,36 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
                 out[at:end] = rng.choice(PIECES)
     return bytes(out)
 
+
+FOREIGN = (
+    (
+        "verl",
+        ".sh",
+        b'N=${N:-2}\nX=(data.train_batch_size=$((4 * N)))\nif [ "$N" -gt 1 ]; then X+=(trainer.nnodes=${N}); fi\n'
+        b"case $N in 2|3) Y=a ;; *) Y=b ;; esac\npython -m verl.trainer.main_ppo --config-name=ppo_trainer "
+        b'\\\n  "${X[@]}" actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo x=$Y 2>&1 | tee log\n',
+    ),
+    (
+        "slime",
+        ".sh",
+        b"A=(\n --lr 1e-6 # rate\n --rollout-batch-size 8 --n-samples-per-prompt 4\n)\ncat <<EOF\n$A\nEOF\n"
+        b'ray job submit -- python train_async.py "${A[@]}" --rollout-num-gpus ${G:-8} --prefill-num-servers 2\n',
+    ),
+    (
+        "roll",
+        ".yaml",
+        b"rollout_batch_size: 64\nsequence_length: 4096\nactor_train: {device_mapping: 'list(range(0,4))'}\n"
+        b"actor_infer: {device_mapping: 'list(range(0,8))', generating_args: {max_new_tokens: '${sequence_length}'}}\n",
+    ),
+    (
+        "areal",
+        ".yaml",
+        b"rollout: {backend: 'sglang:d2t2', max_head_offpolicyness: 2}\n"
+        b"actor: {backend: 'megatron:(attn:d2t2|ffn:e4)'}\ngconfig: {n_samples: 4, max_tokens: 2048}\n"
+        b"seed: ${oc.select:a.b,1}\ntrain_dataset: &a {batch_size: 8}\nb: *a\n",
+    ),
+)
+"""(framework, suffix, configuration) in the forms that their own examples use."""
 
 AFTERWARDS: tuple[Event, ...] = (
     RolloutProgressed(now_s=9.0, step=1, remaining=1),
@@ -265,6 +296,23 @@ class Inputs:
         except CommandError as error:
             one_line(error)
 
+    def foreign(self, rng: random.Random) -> None:
+        framework, suffix, text = rng.choice(FOREIGN)
+        path = self._file.with_suffix(suffix)
+        path.write_bytes(mutate(rng, text))
+        try:
+            found = read_configuration(framework, path, None)
+        except CommandError as error:
+            one_line(error)
+        else:
+            assert all("\n" not in line for line in found.unsupported)
+            # What was taken can be written, and read as settings or refused.
+            self._file.write_text(to_toml(found, path), encoding="utf-8")
+            try:
+                load_settings(self._file, [])
+            except CommandError as error:
+                one_line(error)
+
     def trace(self, rng: random.Random) -> None:
         self._file.write_bytes(mutate(rng, self._trace))
         try:
@@ -392,7 +440,7 @@ class Inputs:
 
 
 LOOP = asyncio.new_event_loop()
-PARSERS = ("settings", "trace", "journal", "http")
+PARSERS = ("settings", "foreign", "trace", "journal", "http")
 
 
 def fuzz(parser: str, first: int, count: int) -> str | None:
