@@ -155,12 +155,16 @@ def test_the_command_prints_rows_and_refuses_unknown_targets(capsys) -> None:
     assert "no target 'F99'" in capsys.readouterr().err
 
 
-def test_another_parameter_set_calibrated_on_the_same_rows_meets_them(capsys) -> None:
+@pytest.mark.parametrize("name", ["history-edited", "roll-sglang"])
+def test_another_parameter_set_calibrated_on_the_same_rows_meets_them(name, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        app(["reproduce", "F2b", "--quick", "--parameters", "history-edited", "--json"])
+        app(["reproduce", "F2b", "--quick", "--parameters", name, "--json"])
     assert ended.value.code == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["ok"] for row in rows] == [True] * 3
+
+
+def test_a_parameter_set_that_is_none_is_one_clear_line(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         app(["reproduce", "F2b", "--parameters", "papr"])
     assert ended.value.code == 2
