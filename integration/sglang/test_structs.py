@@ -1,6 +1,7 @@
 """Every body that is sent fits SGLang's own structs, and every flag its parser; asked in SGLang's own environment."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -105,6 +106,13 @@ def sglang(real_interpreter):
 @pytest.mark.parametrize(("struct", "body"), BODIES)
 def test_a_body_fits_the_struct_of_its_endpoint(sglang, struct, body):
     assert sglang("body", struct, json.loads(json.dumps(body))) is None
+
+
+def test_no_body_is_left_out():
+    """Each function that makes one is asked above."""
+    own = {name for name, value in vars(bodies).items() if getattr(value, "__module__", "") == bodies.__name__}
+    assert own
+    assert own <= set(re.findall(r"bodies\.(\w+)\(", Path(__file__).read_text()))
 
 
 def test_the_check_itself_finds_what_does_not_fit(sglang):
