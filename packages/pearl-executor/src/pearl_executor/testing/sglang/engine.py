@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from pearl_executor.ports import WorkerError
 from pearl_executor.testing.sglang.memory import Ballast
-from pearl_executor.testing.sglang.model import PrefixCache, Weights, draw, extend
+from pearl_executor.testing.sglang.model import PrefixCache, Weights, draw, extend, vocabulary
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
 
@@ -68,6 +68,7 @@ class StandInEngine:
     """Ends the server at once."""
     mode: str = "null"
     weights: Weights = field(init=False)
+    vocabulary: int = field(init=False)
     version: str = "default"
     running: list[StandInRequest] = field(default_factory=list[StandInRequest])
     waiting: list[StandInRequest] = field(default_factory=list[StandInRequest])
@@ -96,6 +97,7 @@ class StandInEngine:
     def __post_init__(self) -> None:
         self.mode = str(self.settings["disaggregation_mode"])
         self.weights = Weights.read(Path(self.settings["model_path"]))
+        self.vocabulary = vocabulary(Path(self.settings["model_path"]))
         self.version = str(self.settings["weight_version"])
         # What starts as decode captures its graphs at start.
         self.decode_graphs = self.mode == "decode"
@@ -201,7 +203,7 @@ class StandInEngine:
             for at, value in enumerate((1, count, took_us, count**2, count * took_us, count)):
                 self.moments[at] += value
         for request in list(self.running):
-            token, logprob = draw(request.state)
+            token, logprob = draw(request.state, self.vocabulary)
             request.state = extend(request.state, [token])
             request.tokens.append(token)
             request.logprobs.append(logprob)

@@ -5,6 +5,7 @@ tokens wherever and in however many attempts they are generated, and any differe
 """
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,15 @@ from pearl_executor.ports import WorkerError
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3
 VOCABULARY = 512
+"""Most tokens that are ever drawn."""
+
+
+def vocabulary(folder: Path) -> int:
+    """How many tokens are drawn from: those of the model's own vocabulary, so that it can be trained on them."""
+    path = folder / "config.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    size = known.get("vocab_size")
+    return min(VOCABULARY, size) if isinstance(size, int) and size > 0 else VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +60,10 @@ def extend(state: int, tokens: Sequence[int]) -> int:
     return state
 
 
-def draw(state: int) -> tuple[int, float]:
-    """The next token and its log-probability."""
+def draw(state: int, among: int = VOCABULARY) -> tuple[int, float]:
+    """The next token, `among` so many, and its log-probability."""
     mixed = (state ^ (state >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
-    return mixed % VOCABULARY, -((mixed >> 40) % 1000 + 1) / 500.0
+    return mixed % among, -((mixed >> 40) % 1000 + 1) / 500.0
 
 
 @dataclass(slots=True)
