@@ -120,7 +120,8 @@ def test_disaggregation_and_elasticity_go_where_there_is_such() -> None:
     assert "cluster.borrowing: slime does not lend training GPUs to rollout" in slime.unsupported
     assert roll.values["actor_infer.device_mapping"] == "list(range(0,8))"
     assert "planner.configuration: ROLL's engines are colocated" in roll.unsupported
-    assert areal.values["allocation_mode"] == "sglang:d6p1t1+d2p1t1"
+    assert areal.values["rollout.backend"] == "sglang:d6p1t1"
+    assert areal.values["actor.backend"] == "fsdp:d2p1t1"
 
 
 def test_preemptible_gpus_and_a_choosing_policy_are_named_also_where_they_are_the_default_job_s() -> None:
