@@ -56,6 +56,8 @@ def jobs(draw: Any) -> list[str]:
         "train.clip_high": draw(share),
         "train.kl_coefficient": draw(st.sampled_from([0.0, 0.01])),
         "train.epochs": draw(whole(1, 3)),
+        "train.aggregation": draw(st.sampled_from(["token_mean", "sequence_mean"])),
+        "train.baseline": draw(st.sampled_from(["mean_std", "mean", "none"])),
         "train.micro_batch_tokens": draw(whole(4096, 99_999)),
         "train.checkpoint_every_steps": draw(whole(1, 30)),
         "run.steps": draw(whole(1, 500)),
