@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pearl_planner.decide import STEPS_AHEAD
+from pearl_planner.decide import STEPS_AHEAD, scaled
 from pearl_planner.elastic import Borrowing, ElasticState, Group, RunningPlan, Step
 from pearl_planner.gate import NOBODY_S, borrow_gate
 from pearl_planner.readiness import lends
@@ -93,6 +93,25 @@ def workload_of(state: ElasticState) -> WorkloadProfile:
     return replace(workload, steady=True) if state.continuous and not workload.steady else workload
 
 
+def _changes_with_steps(state: ElasticState) -> bool:
+    """Whether the pool is another one with every step: batches overlap, and training lends its GPUs between updates."""
+    settings = state.settings
+    return state.continuous and settings.borrowing is not Borrowing.OFF and settings.policy.borrows
+
+
+def _passing(state: ElasticState) -> bool:
+    """Whether those that serve are a pool for moments: beside an update, or while others are about to join them."""
+    busy = state.training_wanted or state.releasing is not None or bool(state.groups)
+    return busy and _changes_with_steps(state)
+
+
+def _part_of_whole(state: ElasticState, workers: int) -> Configuration:
+    """What `workers` of a pool for moments should be: the best configuration of the whole pool, on so many of them."""
+    overlap = [id_ for id_ in state.table.where(zone=Zone.OVERLAP) if _lendable(state, id_)]
+    whole = choose(state, max(workers, len(state.available) + len(overlap)), current=None).selected
+    return scaled(whole, workers)
+
+
 def _horizon(state: ElasticState) -> tuple[float, float]:
     """How long a configuration may pay: the part of the workload's batch that is left, and batches after it.
 
@@ -102,11 +121,9 @@ def _horizon(state: ElasticState) -> tuple[float, float]:
     """
     if not state.continuous:
         return state.remaining / state.batch if state.batch else 1.0, STEPS_AHEAD
-    settings = state.settings
-    if settings.borrowing is Borrowing.OFF or not settings.policy.borrows:
+    if not _changes_with_steps(state):
         return 1.0, STEPS_AHEAD
-    passing = state.training_wanted or state.releasing is not None or bool(state.groups)
-    return 0.0 if passing else min(1.0, state.batch / state.workload.batch), 0.0
+    return 0.0 if _passing(state) else min(1.0, state.batch / state.workload.batch), 0.0
 
 
 # ---- removing -------------------------------------------------------------------------------------------------------
@@ -297,7 +314,9 @@ def _roles_for(state: ElasticState, kind: GroupKind, count: int) -> list[Role]:
         # A borrow does not wait for processes that start; other processes are up about as soon as these.
         starting = (g.workers for g in state.groups.values() if g.kind is kind and not g.cancelled)
         there = there.union(*starting)
-    target = choose(state, len(there) + count, current=None).selected
+    budget = len(there) + count
+    steps = _changes_with_steps(state)
+    target = _part_of_whole(state, budget) if steps else choose(state, budget, current=None).selected
     have = Counter(state.table.rows[id_].role for id_ in there)
     lacking = [role for role in ROLLOUT_ROLES for _ in range(max(0, target.count(role) - have[role]))]
     spare = Role.DECODE if target.prefill else Role.COLOCATED
@@ -322,7 +341,10 @@ def replan(state: ElasticState, trigger: str, loads: Mapping[WorkerId, float], *
     members = (active | standby(state)) & wanted(state)
     if not members or (members == active and not signal and current_configuration(state.table) is not None):
         return state, ()
-    decision = choose(state, len(members), current=current_configuration(state.table))
+    current = current_configuration(state.table)
+    if current is None and _passing(state):
+        current = _part_of_whole(state, len(members))
+    decision = choose(state, len(members), current=current)
     return carry_out(state, decision, members, trigger, loads)
 
 
