@@ -64,5 +64,7 @@ def nodes():
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
+    # A node gives its own agents 15 s, in which a busy machine does not start two Pythons.
+    os.environ["RAY_agent_register_timeout_ms"] = "120000"  # noqa: SIM112
     with contextlib.closing(Nodes()) as cluster:
         yield cluster
