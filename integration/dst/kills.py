@@ -374,22 +374,38 @@ class Life:
     def lived_s(self) -> float:
         return time.monotonic() - self.began_s
 
+    def made(self, step: int) -> bool:
+        """Return once this step is made; False where it ended before."""
+        while self.job.step() < step:
+            if self.process.poll() is not None:
+                return False
+            self._hangs()
+            pause(0.2)
+        return True
+
+    def _hangs(self) -> None:
+        if self.lived_s > LIFE_S:
+            raise BrokenRunError(f"hangs for {LIFE_S:g} s: {self.job.said()}")
+
     def until(self, after_s: float | None, events: int) -> bool:
         """Return after so many seconds, or where that is None after so many events; False where it ended before."""
         while self.process.poll() is None:
             lived_s, seen = self.lived_s, self.job.seen() - self.already
             if self.back_s is None and seen > 0:
                 self.back_s = round(lived_s, 2)
-            if lived_s > LIFE_S:
-                raise BrokenRunError(f"hangs for {LIFE_S:g} s: {self.job.said()}")
+            self._hangs()
             if (lived_s >= after_s) if after_s is not None else (seen >= events):
                 return True
             pause(0.02)
         return False
 
 
-def killed(folder: Path, number: int, form: Form, seed: int, whole: Whole, incubator: Incubator) -> Outcome:
-    """Kill a run up to `most_kills` times and let it end. `broken` says what is not as it must be."""
+def killed(
+    folder: Path, number: int, form: Form, seed: int, whole: Whole, incubator: Incubator, spared: int = 0
+) -> Outcome:
+    """Kill a run up to `most_kills` times, not before step `spared` is made, and let it end. `broken` says what is not
+    as it must be.
+    """
     job, rng = Job(folder, form, seed, incubator.executable), random.Random(f"{seed} {number}")
     outcome, began_s = Outcome(number, seed), time.monotonic()
     most_s = min(form.most_s, whole.wall_s)
@@ -399,7 +415,7 @@ def killed(folder: Path, number: int, form: Form, seed: int, whole: Whole, incub
             life = Life(job, job.begin(), time.monotonic(), already)
             after_s = rng.uniform(0.0, most_s) if rng.random() < 0.5 else None
             events = rng.randint(1, form.most_events)
-            if len(outcome.kills) >= form.most_kills or not life.until(after_s, events):
+            if len(outcome.kills) >= form.most_kills or not life.made(spared) or not life.until(after_s, events):
                 break
             lived_s = round(life.lived_s, 2)
             kill(life.process, job, incubator)
@@ -416,7 +432,9 @@ def killed(folder: Path, number: int, form: Form, seed: int, whole: Whole, incub
     return outcome
 
 
-def play(folder: Path, form: Form, kills: int, first: int, jobs: int, out: Path | None) -> tuple[int, list[Outcome]]:
+def play(
+    folder: Path, form: Form, kills: int, first: int, jobs: int, out: Path | None, spared: int = 0
+) -> tuple[int, list[Outcome]]:
     """Kill at least so many times, over as many runs as that takes. Returns how often, and the runs."""
     outcomes: list[Outcome] = []
     number = count = 0
@@ -431,7 +449,7 @@ def play(folder: Path, form: Form, kills: int, first: int, jobs: int, out: Path 
             while len(under_way) < jobs and count < kills:
                 seed = first + number % form.seeds
                 run = folder / f"killed-{number}"
-                under_way.add(pool.submit(killed, run, number, form, seed, wholes[seed], incubator))
+                under_way.add(pool.submit(killed, run, number, form, seed, wholes[seed], incubator, spared))
                 number += 1
             done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
             for outcome in (future.result() for future in done):
@@ -462,6 +480,7 @@ def main() -> int:
     parser.add_argument("--job", choices=sorted(FORMS), default="short", help="which form of the default job")
     parser.add_argument("--kills", type=int, default=20, help="how many at least")
     parser.add_argument("--seed", type=int, default=0, help="of the first runs that are compared with")
+    parser.add_argument("--spare", type=int, default=0, metavar="STEPS", help="kill no run before it made so many")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, help="where each run's kills are kept, as JSON lines")
     parser.add_argument("--folder", type=Path, help="where the runs lie; a broken one stays there")
@@ -469,7 +488,7 @@ def main() -> int:
     began_s = time.monotonic()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="pearl-kills-"))
     form = FORMS[options.job]
-    count, outcomes = play(folder, form, options.kills, options.seed, options.jobs, options.out)
+    count, outcomes = play(folder, form, options.kills, options.seed, options.jobs, options.out, options.spare)
     broken = [outcome for outcome in outcomes if outcome.broken]
     where = Counter(moment.last or "before its first event" for outcome in outcomes for moment in outcome.kills)
     back = sorted(moment.back_s for outcome in outcomes for moment in outcome.kills if moment.back_s is not None)
