@@ -16,6 +16,7 @@ from pearl_executor.virtual_time import run_virtual
 from pearl_planner.catalog import CatalogError, GpuSpec, ModelSpec, find_gpu, find_model
 from pearl_planner.elastic import ElasticSettings, ElasticState, initial_state
 from pearl_planner.gate import ToggleCosts
+from pearl_planner.in_step import InStepPolicy
 from pearl_planner.policies import Policy
 from pearl_planner.roofline import check_tensor_parallel
 from pearl_planner.switching import SwitchCosts
@@ -38,6 +39,7 @@ from pearl_rl.simulation.batch_run import WorkerModel
 from pearl_rl.simulation.data_parallel import DataParallelCosts
 from pearl_rl.simulation.engine import IterationCosts
 from pearl_rl.simulation.kernels import WorkerCosts
+from pearl_rl.simulation.kv_store import KvStore
 from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
 from pearl_rl.simulation.oracle import MOST_WORKERS, OraclePolicy, first_batches
@@ -123,7 +125,7 @@ class SimulatedCluster:
         self.costs: IterationCosts = WorkerCosts(self.model, self.gpu, scenario.tp, self.parameters.overheads)
         if self.parameters.engine.attention_ranks > 1:
             self.costs = DataParallelCosts(self.costs, self.parameters.engine.attention_ranks)
-        self.kv_bytes = kv_bytes_per_token(self.model, scenario.tp)
+        self.kv_bytes = kv_bytes_per_token(self.model, scenario.tp // self.parameters.engine.attention_ranks)
         self.limits = engine_limits(scenario, self.parameters, self.model, self.gpu)
         self.workload: Workload = make_workload(scenario, self.parameters)
         self.trace = _trace(scenario)
@@ -132,6 +134,9 @@ class SimulatedCluster:
             flip_s=times.flip_s, relaunch_s=times.relaunch_s, new_worker_s=times.first_load_s, weight=_EMA_WEIGHT
         )
         self.setup = policy_setup(scenario, self.switch_costs, self.trace)
+        if isinstance(self.setup.policy, InStepPolicy):
+            keeps = self.parameters.engine.kv_store
+            self.setup = replace(self.setup, policy=replace(self.setup.policy, keeps_prefixes=keeps))
         if scenario.policy.name == "oracle":
             self.setup = replace(self.setup, policy=self._oracle(self.setup.policy))
         if self.setup.reserved_gpus + self.setup.preemptible_gpus < scenario.tp:
@@ -164,6 +169,12 @@ class SimulatedCluster:
             link_latency_s=links.latency_s,
         )
 
+    def _kv_store(self) -> KvStore | None:
+        """The storage of KV that workers share, where the parameters have one."""
+        if not self.parameters.engine.kv_store:
+            return None
+        return KvStore(self.kv_bytes / (self.parameters.links.bytes_per_s_per_gpu * self.scenario.tp))
+
     async def run(self) -> SimulationResult:
         """Compose the control plane, run it until the scenario is over, and say what it came to."""
         loop = asyncio.get_running_loop()
@@ -178,6 +189,7 @@ class SimulatedCluster:
             kv_bytes_per_token=self.kv_bytes,
             gpu_bytes=int(self.gpu.hbm_bytes),
             conversations=conversations,
+            store=self._kv_store(),
         )
         trainer = SimulatedTrainer(parameters.training, parameters.times, scenario.cluster.training_gpus)
         weights = SimulatedWeights()
@@ -209,11 +221,12 @@ class SimulatedCluster:
         watch = Watch(predicted_makespan_s, loop.time)
         watch.recorders += self.on_control
         observer: Observer = watch
-        keep: dict[str, Any] = {}
+        keep: dict[str, Any] = {"on_trajectory": watch.on_trajectory}
         if folder is not None:
             recording = SimulationRecording(folder, predicted_makespan_s, loop.time, router.loads, trace)
             watch.recorders.append(recording.on_control)
-            observer, keep = Observers(watch, recording), {"on_trajectory": recording.on_trajectory}
+            observer = Observers(watch, recording)
+            watch.on_trajectories.append(recording.on_trajectory)
         state = self._initial_state()
         scheduler = ElasticScheduler(
             state,
@@ -290,6 +303,7 @@ class SimulatedCluster:
             model=self.model.name,
             steps=watch.steps,
             elapsed_s=loop.time(),
+            trajectory_s=watch.trajectory_s,
             counts=SimulationCounts(
                 expansions=watch.expansions,
                 reclaims=watch.reclaims,
@@ -377,7 +391,7 @@ class SimulatedCluster:
 
 
 def kv_bytes_per_token(model: ModelSpec, tp: int) -> float:
-    """KV bytes of one token over all ranks of a worker; heads are held twice where there are fewer than ranks."""
+    """KV bytes of one token over the `tp` GPUs that share its attention; heads are held twice where there are fewer."""
     if model.shared_latent_kv:
         return model.kv_bytes_per_token * tp
     return model.kv_bytes_per_token * max(1.0, tp / model.kv_heads)
@@ -387,7 +401,7 @@ def engine_limits(scenario: Scenario, parameters: Parameters, model: ModelSpec, 
     """Sizes of one worker's engine. Raises `SettingsError` where the weights, or one trajectory, do not fit."""
     engine = parameters.engine
     room = scenario.tp * (gpu.hbm_bytes * engine.memory_fraction - engine.reserve_bytes) - model.weight_bytes
-    tokens = int(room / kv_bytes_per_token(model, scenario.tp))
+    tokens = int(room / kv_bytes_per_token(model, scenario.tp // engine.attention_ranks))
     wanted = scenario.workload.max_context_tokens
     if tokens < wanted:
         raise SettingsError(
@@ -398,6 +412,7 @@ def engine_limits(scenario: Scenario, parameters: Parameters, model: ModelSpec, 
     return SimulatedEngineLimits(
         kv_tokens=tokens,
         chunk_tokens=engine.chunk_tokens,
+        prompt_chunk_tokens=max(1, engine.chunk_tokens // engine.attention_ranks),
         max_running=engine.max_running,
         reserve_tokens=engine.reserve_tokens,
         mixed=engine.mixed,

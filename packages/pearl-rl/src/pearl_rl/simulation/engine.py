@@ -288,6 +288,7 @@ class Engine:
         for request, _ in parts:
             if math.isnan(request.prefill_s):
                 request.prefill_s = at_s
+        seconds += self.kv.loading_s()
         further_s: list[float] = []
         if not done and len(parts) == 1 and not self.limits.mixed:
             (request, tokens), past = parts[0], parts[0][0].computed
@@ -307,6 +308,7 @@ class Engine:
     def _admit(self) -> list[tuple[EngineRequest, int]]:
         """The chunks of the next iteration: first come, first served, as many as fit."""
         left, free = self.limits.chunk_tokens, self.limits.max_running - len(self._batch.members)
+        most = self.limits.prompt_chunk_tokens or left
         parts: list[tuple[EngineRequest, int]] = []
         for request in self._waiting:
             if left <= 0 or len(parts) >= free:
@@ -317,8 +319,7 @@ class Engine:
                 self._take_room(request)
                 request.stage = Stage.PREFILL
             tokens = request.prompt_tokens + request.generated - request.computed
-            if tokens > left:
-                tokens = left
+            tokens = min(tokens, left, most)
             parts.append((request, tokens))
             left -= tokens
         return parts
@@ -350,6 +351,7 @@ class Engine:
         """A prompt is computed and its first token drawn."""
         if math.isnan(request.token_s):
             request.token_s = now_s
+        self.kv.computed(request.root, min(request.root_tokens, request.prompt_tokens))
         if self.role is Role.PREFILL:
             # The first token belongs to the decode side; the KV stays until it was handed over.
             request.stage = Stage.RESERVED
@@ -455,6 +457,8 @@ class Engine:
         conversation, root = self._names(request)
         found = self.kv.match(conversation, root, context, request.reusable)
         request.hold = self.kv.take(conversation, root, request.root_tokens, context, found)
+        if self.role is not Role.DECODE:
+            found = self.kv.load(conversation, root, found, min(request.reusable, context - 1))
         request.cached_tokens = request.computed = found
         request.stage = Stage.RESERVED
         self.meter.cached_tokens += found

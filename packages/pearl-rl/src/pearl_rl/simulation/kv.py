@@ -57,6 +57,8 @@ class KvPool:
             raise ValueError(f"a KV budget of {capacity} tokens: must be at least 1")
         self.capacity = capacity
         self._keeps_left_paths = keeps_left_paths
+        self.version = 0
+        """Of the weights that compute what it holds."""
         self.pinned = 0
         """Tokens of sequences in hand, without roots."""
         self.kept = 0
@@ -157,11 +159,27 @@ class KvPool:
         self._let_go(hold)
         self._leave(hold.root)
 
+    def current(self, hold: Hold) -> bool:
+        """Whether what a sequence occupies was computed under the weights of now."""
+        return hold.epoch == self._epoch
+
+    def load(self, conversation: str, root: str, found: int, most: int) -> int:
+        """Tokens of a prompt that are here once what is stored elsewhere is loaded, `found` without it."""
+        del conversation, root, most
+        return found
+
+    def loading_s(self) -> float:
+        """What that loading takes, of all prompts since the last call, seconds."""
+        return 0.0
+
+    def computed(self, root: str, tokens: int) -> None:
+        """The first `tokens` of a prompt that others share are computed."""
+
     def keep(self, conversation: str, hold: Hold, tokens: int) -> None:
         """Keep the first `tokens` of what a sequence occupied for its conversation's next turn, free the rest."""
         root = hold.root
         own = min(hold.tokens, tokens - (root.tokens if root else 0))
-        if not conversation or own <= 0 or hold.epoch != self._epoch:
+        if not conversation or own <= 0 or not self.current(hold):
             self.drop(hold)
             return
         self._let_go(hold)

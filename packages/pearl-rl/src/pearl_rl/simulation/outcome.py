@@ -94,6 +94,8 @@ class SimulationResult:
     rollout_gpu_s: float = 0.0
     """GPU-seconds that rollout workers served or could have."""
     training_busy_s: float = 0.0
+    trajectory_s: float = 0.0
+    """Mean time of a trajectory from its begin to its reward, seconds."""
     reconfiguration_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """`preparation`, `finalization`, `activation`, `deactivation` → how long each took, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)
@@ -156,6 +158,7 @@ class SimulationResult:
             "staleness_mean": fmean([step.staleness_mean for step in self.steps]) if self.steps else 0.0,
             "rollout_s": self.rollout_s,
             "training_s": self.training_s,
+            "trajectory_s": self.trajectory_s,
             "prediction_wape": self.prediction_error,
             "rollout_gpu_s": self.rollout_gpu_s,
             "training_busy_s": self.training_busy_s,

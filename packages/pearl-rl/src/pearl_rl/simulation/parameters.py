@@ -33,6 +33,8 @@ class EngineParameters:
     """Whether decode workers keep prefixes (SGLang: `--disaggregation-decode-enable-radix-cache`)."""
     attention_ranks: int = 1
     """Data-parallel attention ranks of one worker (see `data_parallel`)."""
+    kv_store: bool = False
+    """Whether workers share a storage of KV (see `kv_store`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,8 +64,8 @@ def platform_prior(cluster: "SimulatedCluster", workload: WorkloadProfile) -> Pl
         cluster.model, cluster.gpu, scenario.tp, context_tokens=context, most_sequences=max(2, min(256, workload.batch))
     )
     room = float(cluster.limits.kv_tokens)
-    # Where prompts are rewritten, little of what is kept is found again; 0 would mean without bound.
-    kept = max(1.0, room * cluster.workload.stable_fraction)
+    # Where prompts are rewritten, little of what is kept is found again; 0 means without bound.
+    kept = 0.0 if cluster.parameters.engine.kv_store else max(1.0, room * cluster.workload.stable_fraction)
     roofline = replace(roofline, kv_capacity_bytes=room * cluster.kv_bytes, prefix_capacity_tokens=kept)
     if scenario.policy.prior == "roofline":
         return roofline
@@ -73,7 +73,9 @@ def platform_prior(cluster: "SimulatedCluster", workload: WorkloadProfile) -> Pl
     decode = [DecodeSample(n, 32, costs.decode_curve(n).run_s(context, 32)) for n in (1, 2, 4, 8, 12, 16, 24, 32)]
     tokens = max(1, round(workload.new_prompt_tokens))
     prefill = []
-    for requests in (1, 2, 4):
+    # A worker with attention ranks is at its speed when all of them have prompts.
+    ranks = cluster.parameters.engine.attention_ranks
+    for requests in (ranks, 2 * ranks, 4 * ranks):
         chunk = min(tokens, max(1, cluster.limits.chunk_tokens // requests))
         past = max(0, round(context) - chunk)
         seconds = costs.prefill_s([(chunk, past)] * requests, requests)

@@ -63,8 +63,10 @@ class SimulatedProcess:
     def handle(self, outcomes: list[tuple[Outcome, EngineRequest]]) -> None:
         """Tell whoever owns the requests, then follow the engine's next wake-up."""
         for outcome, request in outcomes:
-            listener: EngineListener = request.payload  # type: ignore[assignment]
-            listener.on_outcome(self, request, outcome)
+            listener: EngineListener | None = request.payload  # type: ignore[assignment]
+            # Whoever was called off in this very instant has let go of its request.
+            if listener is not None:
+                listener.on_outcome(self, request, outcome)
         self.follow()
 
     def follow(self) -> None:
@@ -117,6 +119,7 @@ class SimulatedProcess:
             listener: EngineListener = request.payload  # type: ignore[assignment]
             listener.on_new_weights(self, request)
         self.engine.weights_changed(self.now_s(), pause_s)
+        self.engine.kv.version = version
         self.version = version
         self.follow()
 

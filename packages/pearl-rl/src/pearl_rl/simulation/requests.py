@@ -16,6 +16,8 @@ class SimulatedEngineLimits:
     kv_tokens: int
     chunk_tokens: int = 8192
     """Most prompt tokens of one iteration (SGLang's default on GPUs of 80 GB)."""
+    prompt_chunk_tokens: int = 0
+    """Most tokens of one prompt in an iteration: its attention rank's share of them; 0: as many as all prompts."""
     max_running: int = 256
     reserve_tokens: int = 400
     """Room kept for the growth of each running sequence when another one is admitted."""

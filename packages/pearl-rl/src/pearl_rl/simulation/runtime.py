@@ -18,6 +18,7 @@ from pearl_executor.ports import (
 )
 from pearl_rl.simulation.call import SimulatedCall
 from pearl_rl.simulation.engine import Engine, IterationCosts
+from pearl_rl.simulation.kv_store import KvStore, StoredKvPool
 from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import EngineMeter
 from pearl_rl.simulation.process import SimulatedProcess
@@ -55,7 +56,9 @@ class SimulatedRuntime:
         kv_bytes_per_token: float,
         gpu_bytes: int = 80 * 2**30,
         conversations: Mapping[str, Conversation] | None = None,
+        store: KvStore | None = None,
     ) -> None:
+        """`store` is the KV storage that all workers share, if there is one."""
         self._costs = costs
         self._limits = limits
         self._times = times
@@ -65,6 +68,7 @@ class SimulatedRuntime:
         self._conversations: Mapping[str, Conversation] = {} if conversations is None else conversations
         self._processes: dict[WorkerId, SimulatedProcess] = {}
         self._gone = EngineMeter()
+        self._store = store
         self._nobody = Conversation()
 
     # ---- what was measured ------------------------------------------------------------------------------------------
@@ -81,7 +85,7 @@ class SimulatedRuntime:
         """See `WorkerPort`. A retained process of the overlap zone is there since the job began: it only resumes."""
         if worker.id in self._processes:
             raise WorkerError(f"worker {worker.id} has a process already")
-        process = SimulatedProcess(worker, Engine(self._costs, self._limits, worker.role))
+        process = SimulatedProcess(worker, self._engine(worker.role))
         self._processes[worker.id] = process
         loop = asyncio.get_running_loop()
         if loop.time() >= self._times.warm_s:
@@ -240,6 +244,12 @@ class SimulatedRuntime:
         return begins_s, over_s
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _engine(self, role: Role) -> Engine:
+        limits, engine = self._limits, Engine(self._costs, self._limits, role)
+        if self._store is not None:
+            engine.kv = StoredKvPool(limits.kv_tokens, self._store, keeps_left_paths=limits.keeps_left_paths)
+        return engine
 
     def _known(self, worker: Worker) -> SimulatedProcess | None:
         process = self._processes.get(worker.id)

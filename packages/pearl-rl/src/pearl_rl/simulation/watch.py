@@ -16,6 +16,7 @@ from pearl_state.events import Event, GpusReclaimed, RolloutBegan, TrainingReque
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Mode, Role, Zone
 from pearl_state.table import WorkerTable
+from pearl_state.trajectory import Trajectory
 from pearl_state.worker import Worker, WorkerId
 
 
@@ -35,6 +36,8 @@ class Watch:
         """Who else wants to see the table after each event."""
         self.recorders: list[Callable[[Event, ElasticState, tuple[Effect, ...]], None]] = []
         """Who keeps each step of the core."""
+        self.on_trajectories: list[Callable[[Trajectory, int], None]] = []
+        """Who else wants to see each trajectory, with its step."""
         self.took: dict[str, list[float]] = {}
         """Reconfiguration → how long each took, seconds (PEARL Table 3)."""
         self._starting: set[tuple[WorkerId, int]] = set()
@@ -49,6 +52,19 @@ class Watch:
         self._awaited: dict[frozenset[WorkerId], GroupKind] = {}
         self._serving_gpus = 0
         self._since_s = 0.0
+        self._trajectories, self._lasted_s = 0, 0.0
+
+    @property
+    def trajectory_s(self) -> float:
+        """Mean time of a trajectory, seconds."""
+        return self._lasted_s / self._trajectories if self._trajectories else 0.0
+
+    def on_trajectory(self, trajectory: Trajectory, step: int) -> None:
+        """Take a complete trajectory in."""
+        self._trajectories += 1
+        self._lasted_s += trajectory.finished_s - trajectory.started_s
+        for listen in self.on_trajectories:
+            listen(trajectory, step)
 
     def predicted_step_s(self) -> float | None:
         """Predicted makespan of the batch that is just complete, over all configurations it ran under, seconds."""

@@ -31,6 +31,9 @@ class TargetRow:
     """Whether `paper` is a bound that ours must exceed."""
     at_most: bool = False
     """Whether `paper` is a bound that ours must not exceed."""
+    noise: float | None = None
+    """Where `paper` is the closed lower end of a range, the standard error of ours over seeds: ours may be at that end,
+    or below it by no more than this. None: ours must exceed a bound from below."""
 
     @property
     def error(self) -> float | None:
@@ -45,7 +48,7 @@ class TargetRow:
         if isinstance(self.paper, str) or isinstance(self.ours, str):
             return self.paper == self.ours
         if self.at_least:
-            return self.ours > self.paper
+            return self.ours > self.paper if self.noise is None else self.ours >= self.paper - self.noise
         if self.at_most:
             return self.ours <= self.paper
         error = self.error
@@ -68,6 +71,7 @@ class TargetRow:
             "unit": self.unit,
             "at_least": self.at_least,
             "at_most": self.at_most,
+            "noise": self.noise,
             "error": self.error,
             "ok": self.ok,
         }
