@@ -56,6 +56,8 @@ def jobs(draw: Any) -> list[str]:
         "train.clip_high": draw(share),
         "train.kl_coefficient": draw(st.sampled_from([0.0, 0.01])),
         "train.epochs": draw(whole(1, 3)),
+        "train.aggregation": draw(st.sampled_from(["token_mean", "sequence_mean"])),
+        "train.baseline": draw(st.sampled_from(["mean_std", "mean", "none"])),
         "train.micro_batch_tokens": draw(whole(4096, 99_999)),
         "train.checkpoint_every_steps": draw(whole(1, 30)),
         "run.steps": draw(whole(1, 500)),
@@ -120,7 +122,8 @@ def test_disaggregation_and_elasticity_go_where_there_is_such() -> None:
     assert "cluster.borrowing: slime does not lend training GPUs to rollout" in slime.unsupported
     assert roll.values["actor_infer.device_mapping"] == "list(range(0,8))"
     assert "planner.configuration: ROLL's engines are colocated" in roll.unsupported
-    assert areal.values["allocation_mode"] == "sglang:d6p1t1+d2p1t1"
+    assert areal.values["rollout.backend"] == "sglang:d6p1t1"
+    assert areal.values["actor.backend"] == "fsdp:d2p1t1"
 
 
 def test_preemptible_gpus_and_a_choosing_policy_are_named_also_where_they_are_the_default_job_s() -> None:

@@ -392,6 +392,27 @@ def test_updates_of_a_step_are_counted_from_rows_and_ranks_of_roll() -> None:
 
 
 @pytest.mark.parametrize(
+    ("normalization", "baseline"),
+    [
+        ({"method": "mean_std", "grouping": "traj_group_id"}, "mean_std"),
+        ({"method": "mean", "grouping": "traj_group_id"}, "mean"),
+        ({"method": "identity", "grouping": "batch"}, "none"),
+        ({"method": "mean_std", "grouping": "batch"}, None),
+        ({"method": "mean", "grouping": "tags"}, None),
+        ({"method": "asym_clip", "grouping": "traj_group_id"}, None),
+    ],
+)
+def test_a_baseline_of_roll_is_taken_over_where_it_is_a_group_s_own(
+    normalization: dict[str, str], baseline: str | None
+) -> None:
+    flat = {"rollout_batch_size": 64, **{f"reward_normalization.{key}": value for key, value in normalization.items()}}
+    found = roll.read(flat, None)
+    assert found.settings.get("train.baseline") == baseline
+    named = [line for line in found.unsupported if line.startswith("reward_normalization.")]
+    assert len(named) == (baseline is None)
+
+
+@pytest.mark.parametrize(
     ("backend", "size"),
     [
         ("sglang:d4t8", (32, 8)),

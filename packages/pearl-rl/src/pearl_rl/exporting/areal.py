@@ -10,9 +10,11 @@ def mapped(settings: Settings) -> Exported:
     cluster, train = settings.cluster, settings.train
     model_path(out, settings, "actor.path")
     size = cluster.gpus_per_worker
-    serve = f"sglang:d{cluster.reserved_rollout_gpus // size}p1t{size}"
-    ours = ("cluster.reserved_rollout_gpus", "cluster.gpus_per_worker", "cluster.training_gpus")
-    out.put("allocation_mode", f"{serve}+d{cluster.training_gpus}p1t1", *ours)
+    serving = cluster.reserved_rollout_gpus // size
+    out.put(
+        "rollout.backend", f"sglang:d{serving}p1t{size}", "cluster.reserved_rollout_gpus", "cluster.gpus_per_worker"
+    )
+    out.put("actor.backend", f"fsdp:d{cluster.training_gpus}p1t1", "cluster.training_gpus")
     if cluster.borrowing != "off":
         out.drop("cluster.borrowing", "AReaL does not lend training GPUs to rollout")
     if held(out, settings) is not None:

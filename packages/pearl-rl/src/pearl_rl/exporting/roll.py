@@ -52,6 +52,9 @@ def mapped(settings: Settings) -> Exported:
     copied(out, settings, pairs)
     out.put("use_kl_loss", train.kl_coefficient > 0, "train.kl_coefficient")
     out.put("use_pg_clip_range", True, "train.clip_low", "train.clip_high")
+    method = {"mean_std": "mean_std", "mean": "mean", "none": "identity"}[train.baseline]
+    out.put("reward_normalization.grouping", "traj_group_id")
+    out.put("reward_normalization.method", method, "train.baseline")
     out.put("loss_agg_mode", AGGREGATION[train.aggregation], "train.aggregation")
     return out
 

@@ -210,6 +210,18 @@ def _optimizer(out: Imported, source: Source) -> None:
     if source.flag("use_kl_loss") and kl is not None:
         out.put("train.kl_coefficient", kl, source.origin("kl_loss_coef"))
     put_estimator(out, source, "adv_estimator")
+    _baseline(out, source)
+
+
+def _baseline(out: Imported, source: Source) -> None:
+    key, method = "reward_normalization.method", source.text("reward_normalization.method")
+    grouping = source.text("reward_normalization.grouping") or "batch"
+    ours = {"mean_std": "mean_std", "mean": "mean", "identity": "none"}.get(method or "")
+    if ours and (ours == "none" or grouping == "traj_group_id"):
+        out.put("train.baseline", ours, f"{key} within {grouping}")
+    elif method:
+        shown = f"'{method[:40]}' over '{grouping[:40]}'"
+        out.drop(key, f"{shown} is not there; PEARL takes each group's own baseline: train.baseline")
 
 
 def _lengths(out: Imported, source: Source) -> None:
