@@ -1,4 +1,4 @@
-"""Elastic Resource Scaling: each reason by hand, bounds that hold, and plans of the one format on the one table."""
+"""Elastic Resource Scaling: each reason by hand, and bounds that hold."""
 
 from dataclasses import replace
 
@@ -14,19 +14,12 @@ from pearl_planner.readiness import (
     ReadinessSettings,
     consumption_deficit,
     decide_scaling,
+    fixed_batch,
     generation_deficit,
     lends,
-    scaling_plan,
 )
 from pearl_planner.ref_actor import RefActorMode
-from pearl_planner.transition import PlanError, WorkerCosts, verify_plan
-from pearl_state.configuration import Configuration
 from pearl_state.decision import ScalingReason
-from pearl_state.lifecycle import Lifecycle
-from pearl_state.plan import PlanId
-from pearl_state.roles import Role, Zone
-from pearl_state.table import WorkerTable
-from pearl_state.worker import GpuId, Worker, WorkerId
 
 SETTINGS = ReadinessSettings(batch=BatchInterval(minimum=32, ideal=64), retention_steps=2, hidden_s=3.0)
 BUFFER = BufferReadiness(volume=64, ready=64, ras=4, tprm_s=5.0, head_of_line_s=10.0, step_s=60.0, break_even_ras=8)
@@ -119,53 +112,10 @@ def test_ranks_are_conserved_bounds_hold_and_the_trainer_grows_by_one(
     assert SETTINGS.batch.minimum <= made.fetch <= SETTINGS.batch.ideal
 
 
-def one_table(overlap_active: int, overlap_prepared: int, dedicated: int = 2) -> WorkerTable:
-    """Training GPUs 0-3, each with an overlap worker above it, and dedicated rollout GPUs."""
-    training = [
-        Worker(id=WorkerId(i), gpus=frozenset({GpuId(i)}), role=Role.TRAINING, zone=Zone.OVERLAP) for i in range(4)
-    ]
-    overlap = [
-        Worker(id=WorkerId(4 + i), gpus=frozenset({GpuId(i)}), role=Role.COLOCATED, zone=Zone.OVERLAP) for i in range(4)
-    ]
-    own = [
-        Worker(id=WorkerId(8 + i), gpus=frozenset({GpuId(4 + i)}), role=Role.COLOCATED, zone=Zone.DEDICATED)
-        for i in range(dedicated)
-    ]
-    table = WorkerTable().bind(*training, *overlap, *own)
-    up = [w.id for w in overlap[: overlap_active + overlap_prepared]] + [w.id for w in own]
-    table = table.move(up, Lifecycle.STARTING).move(up, Lifecycle.PENDING_WEIGHTS)
-    table = table.update([replace(table.rows[id_], weight_version=0) for id_ in up])
-    return table.move([*up[:overlap_active], *(w.id for w in own)], Lifecycle.ACTIVE)
-
-
-def test_rollout_grows_by_prepared_workers_above_training_gpus() -> None:
-    table = one_table(overlap_active=1, overlap_prepared=2)
-    plan = scaling_plan(table, 5, plan_id=PlanId(7))
-    assert plan is not None
-    verify_plan(table, plan)
-    assert set(plan.add) == {5, 6}
-    assert not plan.remove
-    assert not plan.mandatory
-    assert plan.target == Configuration(colocated=5)
-    with pytest.raises(PlanError, match="at hand"):
-        scaling_plan(table, 6, plan_id=PlanId(7))
-
-
-def test_rollout_shrinks_by_the_overlap_workers_that_cost_least() -> None:
-    table = one_table(overlap_active=3, overlap_prepared=0)
-    costs = WorkerCosts(load={WorkerId(4): 9.0, WorkerId(5): 1.0, WorkerId(6): 5.0})
-    plan = scaling_plan(table, 3, plan_id=PlanId(7), costs=costs, deadline_s=9.0)
-    assert plan is not None
-    verify_plan(table, plan)
-    assert plan.remove == {5, 6}
-    assert plan.mandatory
-    assert plan.deadline_s == 9.0
-    assert scaling_plan(table, 5, plan_id=PlanId(8)) is None
-
-
 def test_a_batch_interval_must_be_one() -> None:
     with pytest.raises(ValueError, match="minimum <= ideal"):
         BatchInterval(minimum=5, ideal=4)
+    assert fixed_batch(64).batch == BatchInterval(minimum=64, ideal=64)
 
 
 def test_what_was_lent_for_an_evaluation_comes_back_at_once() -> None:

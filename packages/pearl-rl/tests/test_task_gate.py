@@ -91,14 +91,32 @@ def test_a_task_moves_when_its_worker_leaves() -> None:
 
 def test_a_turn_that_gets_no_room_in_time_says_who_has_it() -> None:
     async def main() -> None:
-        gate_, router = gate(10, wait_s=5.0)
+        gate_, router = gate(20, wait_s=5.0)
         gate_.apply(serving_table([Role.COLOCATED]))
+        first = asyncio.create_task(play(gate_, router, "t0", 1, 60.0))
+        await asyncio.sleep(1.0)
         with pytest.raises(
-            GenerationFailedError, match=r"no room for 15 tokens within 5 s .*worker 0: 0, 1 tasks wait"
+            GenerationFailedError, match=r"no room for 15 tokens within 5 s .*worker 0: 20, 1 tasks wait"
         ):
-            await play(gate_, router, "t0", 1, 0.0)
-        gate_.end(TrajectoryId("t0"), finished=False)
+            await play(gate_, router, "t1", 1, 0.0)
+        gate_.end(TrajectoryId("t1"), finished=False)
         assert gate_.batcher.waiting == 0
+        await first
+        await router.aclose()
+
+    run_virtual(main())
+
+
+def test_a_task_that_no_worker_could_ever_hold_is_refused_at_once_and_named() -> None:
+    async def main() -> None:
+        gate_, router = gate(30, wait_s=1000.0)
+        gate_.apply(serving_table([Role.COLOCATED, Role.COLOCATED]))
+        with pytest.raises(GenerationFailedError, match=r"t0 needs 34 tokens of KV, more than the 100% of 30 .* bound"):
+            # It grows by seven tokens a turn, from 20 on.
+            await play(gate_, router, "t0", 9, 1.0)
+        assert asyncio.get_running_loop().time() < 100.0
+        gate_.end(TrajectoryId("t0"), finished=False)
+        assert gate_.batcher.active == gate_.batcher.waiting == 0
         await router.aclose()
 
     run_virtual(main())

@@ -8,24 +8,19 @@ At the boundary after each update, before the new weights are broadcast, the buf
   decoupled mode. Rollout would stall, so a rollout rank becomes the trainer's reference rank (decoupled).
 
 A cold start or an evaluation sends everything to rollout at once. After a scale-down of rollout the trainer takes less
-than it could, down to B_min (adaptive retention), so that rollout catches up. A decision becomes a plan of the one
-format over the one table (`scaling_plan`): rollout works on a training GPU as the overlap worker above it, exactly as
-when training lends all of its GPUs, and the cost of a move comes from the same `ToggleCosts`.
+than it could, down to B_min (adaptive retention), so that rollout catches up.
+
+`decide_scaling` is the whole decision, for trainers whose ranks may come and go between updates (`simulation`). In a
+run the ranks of training are fixed, and what moves is who has their GPUs between two updates: `lends` says so of the
+reason, `reconcile.lend` carries it out over the one table and in the one plan format. Either way a move costs what the
+same `ToggleCosts` account says.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.ref_actor import RefActorMode
-from pearl_planner.transition import WorkerCosts, choose_members, plan_transition
-from pearl_state.configuration import Configuration
 from pearl_state.decision import ScalingReason
-from pearl_state.lifecycle import Lifecycle
-from pearl_state.plan import PlanId, TransitionPlan
-from pearl_state.roles import Role, Zone
-from pearl_state.table import WorkerTable
-from pearl_state.worker import WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +53,11 @@ class ReadinessSettings:
     """Steps after a scale-down of rollout in which the trainer paces itself."""
     hidden_s: float = 3.0
     """Duration of the weight broadcast, under which a role switch hides."""
+
+
+def fixed_batch(trajectories: int) -> ReadinessSettings:
+    """Bounds of a trainer that always takes as many: there is nothing between B_min and B_ideal."""
+    return ReadinessSettings(batch=BatchInterval(minimum=trajectories, ideal=trajectories))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,43 +238,3 @@ def _fetch(buffer: BufferReadiness, batch: BatchInterval, paced_steps: int) -> i
     if not paced_steps:
         return batch.ideal
     return min(batch.ideal, max(batch.minimum, buffer.ready // 2))
-
-
-def scaling_plan(
-    table: WorkerTable,
-    rollout_ranks: int,
-    *,
-    plan_id: PlanId,
-    costs: WorkerCosts | None = None,
-    prepared: Mapping[WorkerId, Role] | None = None,
-    deadline_s: float | None = None,
-) -> TransitionPlan | None:
-    """The plan that has `rollout_ranks` workers serve, colocated, on the table; None where they do already.
-
-    Rollout grows by prepared workers above training GPUs (PENDING_WEIGHTS, overlap zone) and shrinks by the overlap
-    workers that cost least to interrupt, so that dedicated GPUs stay with rollout. A plan that shrinks is mandatory:
-    training waits for the GPU. Raises `PlanError` where fewer workers are at hand than wanted.
-    """
-    costs = costs or WorkerCosts()
-    active = frozenset(table.active())
-    dedicated = [id_ for id_ in active if table.rows[id_].zone is Zone.DEDICATED]
-    overlap = [id_ for id_ in active if table.rows[id_].zone is Zone.OVERLAP]
-    if rollout_ranks == len(active):
-        return None
-    if rollout_ranks < len(active):
-        kept = choose_members(table, candidates=overlap, count=max(0, rollout_ranks - len(dedicated)), costs=costs)
-        own = choose_members(table, candidates=dedicated, count=min(len(dedicated), rollout_ranks), costs=costs)
-        members = kept | own
-    else:
-        standby = table.where(Lifecycle.PENDING_WEIGHTS)
-        members = active | choose_members(table, candidates=standby, count=rollout_ranks - len(active), costs=costs)
-    return plan_transition(
-        table,
-        members=members,
-        target=Configuration(colocated=rollout_ranks),
-        plan_id=plan_id,
-        costs=costs,
-        prepared=prepared or {},
-        mandatory=rollout_ranks < len(active),
-        deadline_s=deadline_s,
-    )

@@ -20,9 +20,8 @@ from pearl_planner.elastic import Borrowing, ElasticSettings
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.in_step import pearl_prorsa, prorsa
 from pearl_planner.policies import Policy, colocated_elastic, fixed, pearl, pinned, static_pd, tiderl
-from pearl_planner.readiness import BatchInterval, ReadinessSettings
+from pearl_planner.readiness import fixed_batch
 from pearl_planner.switching import SwitchCosts
-from pearl_planner.task_batching import PriorityWeights
 from pearl_rl.own_policy import own_policy
 from pearl_rl.preflight import trace_path
 from pearl_rl.rollout.agent import Agent, AgentLimits
@@ -33,8 +32,7 @@ from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings
 from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router, RouterLimits
 from pearl_rl.rollout.serving import ServingLimits
-from pearl_rl.rollout.task_batcher import TaskBatchingSettings
-from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits
+from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits, batching_gate
 from pearl_rl.settings import Settings
 from pearl_rl.settings.labels import parse_labels
 from pearl_rl.settings.root import batches_tasks, follows_readiness, injects_continuously
@@ -289,12 +287,8 @@ def task_gate(settings: Settings, router: Router, lifecycle: LifecycleTrace | No
         growth_tokens=settings.rollout.max_new_tokens,
         wait_s=settings.limits.rollout.batch_s,
     )
-    batching = TaskBatchingSettings(
-        probe_tokens=context,
-        group_size=settings.train.group_size,
-        weights=PriorityWeights(context_scale_tokens=context),
-    )
-    return TaskGate(router, limits, batching, lifecycle=lifecycle)
+    group_size = settings.train.group_size
+    return batching_gate(router, limits, context_tokens=context, group_size=group_size, lifecycle=lifecycle)
 
 
 _EVALUATION_SEED: Final = 0x5EED
@@ -332,9 +326,8 @@ def readiness(
     """Measures how ready the data is at each update; None where that moves nothing."""
     if not follows_readiness(settings):
         return None
-    batch = settings.rollout.batch_size
     return ReadinessMonitor(
-        ReadinessSettings(batch=BatchInterval(minimum=batch, ideal=batch)),
+        fixed_batch(settings.rollout.batch_size),
         group_size=settings.train.group_size,
         post=post,
         evaluates=lambda version: evaluations is not None and evaluations.due(version),

@@ -82,15 +82,19 @@ class TaskBatcher:
         on_run: Callable[[TrajectoryId, WorkerId], None],
         on_pause: Callable[[TrajectoryId], None] = lambda _task: None,
         on_resume: Callable[[TrajectoryId], None] = lambda _task: None,
+        on_unfit: Callable[[TrajectoryId, int], None] = lambda _task, _tokens: None,
         allowance: Callable[[], int] = lambda: 1 << 30,
     ) -> None:
         """`on_run`: the turn that the task waits for may go to the worker. `on_pause`, `on_resume`: its environment's
-        timeouts stop, and run again. `allowance`: training tasks that may be dispatched under the staleness bound.
+        timeouts stop, and run again. `on_unfit`: it needs so many tokens, more than any worker's budget, and will never
+        run; whoever waits for it should `end` it. `allowance`: training tasks that may be dispatched under the
+        staleness bound.
         """
         self._settings = settings
         self._on_run = on_run
         self._on_pause = on_pause
         self._on_resume = on_resume
+        self._on_unfit = on_unfit
         self._allowance = allowance
         self._footprints = Footprints(settings.probe_tokens)
         self._entries: dict[TrajectoryId, _Entry] = {}
@@ -288,6 +292,8 @@ class TaskBatcher:
         for entry in running:
             if entry.wants and entry.state is TaskState.ACTIVE:
                 self._run(entry)
+        for id_ in sorted(made.unfit & self._entries.keys()):
+            self._on_unfit(id_, self._entries[id_].task.footprint_tokens)
         # Admission moved the head of the queue on: there may be room for who came behind it.
         return bool(made.admit)
 

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pearl_planner.task_batching import PriorityWeights
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError, ModelCall, TurnResult
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.router import Router
@@ -51,7 +52,7 @@ class TaskGate:
         self._groups: dict[TrajectoryId, tuple[GroupId, bool]] = {}
         self._added: set[TrajectoryId] = set()
         self._granted: dict[TrajectoryId, asyncio.Future[WorkerId]] = {}
-        self.batcher = TaskBatcher(settings, on_run=self._run, allowance=allowance)
+        self.batcher = TaskBatcher(settings, on_run=self._run, on_unfit=self._refuse, allowance=allowance)
         """Which tasks have room now, and what happened so far."""
 
     # ---- the table --------------------------------------------------------------------------------------------------
@@ -117,3 +118,35 @@ class TaskGate:
         granted = self._granted.get(task)
         if granted is not None and not granted.done():
             granted.set_result(worker)
+
+    def _refuse(self, task: TrajectoryId, tokens: int) -> None:
+        granted = self._granted.get(task)
+        if granted is not None and not granted.done():
+            limits = self._limits
+            granted.set_exception(
+                GenerationFailedError(
+                    FailureCause.NO_WORKER,
+                    f"{task} needs {tokens} tokens of KV, more than the {limits.budget_fraction:.0%} of "
+                    f"{limits.kv_tokens} that trajectories may hold on a worker; give workers more KV, or bound the "
+                    "context",
+                )
+            )
+
+
+def batching_gate(
+    router: Router,
+    limits: TaskGateLimits,
+    *,
+    context_tokens: int,
+    group_size: int,
+    lifecycle: LifecycleTrace | None = None,
+) -> TaskGate:
+    """Continuous task batching in front of `router`, for trajectories of up to `context_tokens` in groups of
+    `group_size`. A group's first task is taken to need all of them.
+    """
+    batching = TaskBatchingSettings(
+        probe_tokens=context_tokens,
+        group_size=group_size,
+        weights=PriorityWeights(context_scale_tokens=context_tokens),
+    )
+    return TaskGate(router, limits, batching, lifecycle=lifecycle)

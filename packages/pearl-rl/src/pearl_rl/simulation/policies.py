@@ -9,16 +9,14 @@ from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import Borrowing
 from pearl_planner.in_step import InStepPolicy, pearl_prorsa, prorsa
 from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed, pearl, static_pd
-from pearl_planner.readiness import BatchInterval, ReadinessSettings
+from pearl_planner.readiness import fixed_batch
 from pearl_planner.switching import SwitchCosts
-from pearl_planner.task_batching import PriorityWeights
 from pearl_rl.own_policy import own_policy
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import Injection
 from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router
-from pearl_rl.rollout.task_batcher import TaskBatchingSettings
-from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits
+from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits, batching_gate
 from pearl_rl.simulation.scenario import Scenario
 from pearl_state.configuration import Configuration
 from pearl_state.events import Event
@@ -91,12 +89,7 @@ def task_gate(
         growth_tokens=context,
         wait_s=30 * 86_400.0,
     )
-    batching = TaskBatchingSettings(
-        probe_tokens=context,
-        group_size=rollout.group_size,
-        weights=PriorityWeights(context_scale_tokens=context),
-    )
-    return TaskGate(router, limits, batching, lifecycle=lifecycle)
+    return batching_gate(router, limits, context_tokens=context, group_size=rollout.group_size, lifecycle=lifecycle)
 
 
 def readiness(scenario: Scenario, post: Callable[[Event], None]) -> ReadinessMonitor | None:
@@ -104,8 +97,7 @@ def readiness(scenario: Scenario, post: Callable[[Event], None]) -> ReadinessMon
     rollout = scenario.rollout
     if rollout.readiness == "off" or (rollout.readiness == "auto" and not _with_tiderl(scenario)):
         return None
-    settings = ReadinessSettings(batch=BatchInterval(minimum=rollout.batch, ideal=rollout.batch))
-    return ReadinessMonitor(settings, group_size=rollout.group_size, post=post)
+    return ReadinessMonitor(fixed_batch(rollout.batch), group_size=rollout.group_size, post=post)
 
 
 _BOUND = frozenset({"roll", "roll-large"})
