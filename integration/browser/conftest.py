@@ -55,7 +55,7 @@ class Visit:
         self.page = context.new_page()
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(30_000)
 
 
 @pytest.fixture
