@@ -278,6 +278,8 @@ def test_what_a_script_is_given_belongs_to_no_flag() -> None:
         ("A=(--x 1)\nA+=(--y 2)\npython train.py ${A[@]} --z", ["--x", "1", "--y", "2", "--z"]),
         ("A=(python -m)\nB=1 ${A[@]} train.py --x $B", ["--x", UNKNOWN]),
         ("python train.py --a 1 2>&1 | tee log --b", ["--a", "1"]),
+        ("python train.py --a 1 > log.txt 2>&1 < /dev/null --b", ["--a", "1", "--b"]),
+        ("python train.py --a 1 &>>log 2> errors &", ["--a", "1"]),
         ("cat <<EOF\npython train.py --a 1\nEOF\npython train.py --b $((2 * (3 + 1) % 5))", ["--b", "3"]),
         ("N=4\nif [ $N -gt 2 ]; then M=1; else M=2; fi\npython train.py $M", ["1"]),
         ("N=\nif [ -n \"$N\" ]; then M=1; elif [ 1 = 1 ]; then M=2; else M=3; fi\npython train.py $M", ["2"]),

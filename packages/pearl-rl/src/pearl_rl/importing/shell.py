@@ -22,7 +22,7 @@ Truth = bool | None
 """None: not known."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_REDIRECTION = re.compile(r"[\d&]?>.*|<.*", re.DOTALL)
+_REDIRECTION = re.compile(r"(?:[\d&]?>{1,2}[|&]?|<)(.*)", re.DOTALL)
 _DECLARES: Final = frozenset({"export", "local", "readonly", "declare", "typeset"})
 _COMPARISONS: Final[Mapping[str, Callable[[int, int], bool]]] = {
     "-eq": operator.eq,
@@ -50,11 +50,23 @@ def training_command(text: str, entry: re.Pattern[str]) -> TrainingCommand:
     reader = _Reader()
     found = TrainingCommand("", ())
     for command in commands(text):
-        words = [word for word in reader.take(command) if not _REDIRECTION.fullmatch(word)]
+        words = _without_redirections(reader.take(command))
         index = next((index for index, word in enumerate(words) if entry.search(word)), None)
         if index is not None:
             found = TrainingCommand(words[index], tuple(words[index + 1 :]))
     return found
+
+
+def _without_redirections(words: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    target = False
+    for word in words:
+        redirection = _REDIRECTION.fullmatch(word)
+        if redirection is None and not target:
+            kept.append(word)
+        # A file's name may be a word of its own.
+        target = redirection is not None and not redirection[1]
+    return kept
 
 
 @dataclass(slots=True)
