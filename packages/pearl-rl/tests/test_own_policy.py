@@ -1,18 +1,22 @@
 """A policy of the user's own is named like `module:attribute`, in a scenario and in settings."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from pearl_planner.elastic import Borrowing
+from pearl_planner.policies import Observing
 from pearl_planner.switching import SwitchCosts
-from pearl_rl.errors import SettingsError
+from pearl_rl.cli.app import app
+from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.own_policy import PolicyError, own_policy
 from pearl_rl.parts import policy as policy_of
 from pearl_rl.settings import load_settings
 from pearl_rl.simulation.policies import policy_setup
 from pearl_rl.simulation.scenario import load_scenario
+from pearl_state.decision import SwitchKind
 
 SOURCE = """
 from pearl_planner import pearl, decide
@@ -25,6 +29,16 @@ class Mine:
         return decide(**given)
 
 instance = Mine()
+
+class Silent:
+    name, expands, borrows = "silent", True, True
+silent = Silent()
+
+class Learning(Mine):
+    def __init__(self, seen=()):
+        self.seen = seen
+    def observing(self, kind, seconds):
+        return Learning((*self.seen, (kind, seconds)))
 def make():
     return pearl()
 number = 3
@@ -48,10 +62,12 @@ def test_an_instance_a_class_or_a_function_from_the_current_folder(module: str, 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere_at_all:x", "cannot be imported"),
+        ("nowhere_at_all:x", "cannot be imported: no module 'nowhere_at_all' in .*call from the folder that holds it"),
+        ("mine_for_tests.py:instance", "without .py"),
         ("mine_for_tests:nothing", "has no 'nothing'"),
         ("json:loads", "cannot be made without arguments"),
-        ("mine_for_tests:number", "cannot be made without arguments"),
+        ("mine_for_tests:number", "has no name, expands, borrows, decide"),
+        ("mine_for_tests:silent", "has no decide"),
         ("collections:OrderedDict", "has no name, expands, borrows, decide"),
         ("plain", "not like package.module:attribute"),
     ],
@@ -77,3 +93,60 @@ def test_a_job_takes_it(module: str) -> None:
 def test_another_name_is_refused_with_the_known_ones(text: str) -> None:
     with pytest.raises(SettingsError, match=r"must be 'pearl'.*or a policy of your own, module:attribute"):
         load_settings(None, [f"planner.policy={text}"])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise KeyError('turns')", r"fails when it decides: KeyError: 'turns' \(wrong_for_tests\.py, line 6\)"),
+        ("return Configuration(prefill=given['budget_workers'])", r"prefill needs decode.*line 6\)"),
+        ("return Configuration(colocated=given['budget_workers'])", "answers with Configuration, not with a Decision"),
+        ("pass", "answers with NoneType, not with a Decision"),
+        ("return decide(**{**given, 'budget_workers': 1})", "answers with 1C where 2 workers are to be placed"),
+    ],
+)
+def test_a_policy_with_a_mistake_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, says: str
+) -> None:
+    source = f"""from pearl_planner import decide
+from pearl_state import Configuration
+class Wrong:
+    name, expands, borrows = "wrong", True, True
+    def decide(self, **given):
+        {body}
+"""
+    (tmp_path / "wrong_for_tests.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = "wrong_for_tests:Wrong"
+    try:
+        for arguments in (
+            ["simulate", "paper-segment1", "--policy", f"pearl,{name}"],
+            ["what-if", "paper-segment1", "--vary", "run.steps=1,2", "--policy", name],
+            ["train", "--set", f"planner.policy={name}", "--run-dir", "run"],
+        ):
+            assert app(arguments, standalone_mode=False) == ExitCode.CONFIG
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert re.search(says, err)
+            assert len(err.splitlines()) == 1
+    finally:
+        sys.modules.pop("wrong_for_tests", None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_module_raises_while_it_is_imported_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torn_for_tests.py").write_text("policy = (\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(PolicyError, match=r"cannot be imported: SyntaxError: '\(' was never closed"):
+        own_policy("torn_for_tests:policy")
+
+
+def test_a_policy_that_learns_from_switches_still_does(module: str) -> None:
+    policy = own_policy(f"{module}:Learning")
+    assert isinstance(policy, Observing)
+    learned = policy.observing(SwitchKind.FLIP, 2.0).observing(SwitchKind.RELAUNCH, 9.0)
+    assert isinstance(learned, Observing)
+    assert learned.policy.seen == ((SwitchKind.FLIP, 2.0), (SwitchKind.RELAUNCH, 9.0))
+    assert not isinstance(own_policy(f"{module}:instance"), Observing)

@@ -200,11 +200,26 @@ def test_ctrl_c_stops_in_order_and_keeps_what_there_is(tmp_path, installed):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+async def interrupt_twice(observer: Observer, folder: RunFolder) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.Event().wait()
+
+
+def test_one_ctrl_c_that_arrives_twice_is_one(tmp_path, installed):
+    installed(SmallRun(2, interrupt_twice))
+    code, _, err = train(tmp_path / "run")
+    assert code == ExitCode.PARTIAL
+    assert f"after 2 of 3 steps; to go on: pearl-rl resume {tmp_path / 'run'}" in err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_stopped_run_without_a_summary_says_where_to_look(tmp_path, installed):
     installed(SmallRun(2, interrupt, sums_up=False))
     code, out, err = train(tmp_path / "run", "--json")
     assert (code, out) == (ExitCode.PARTIAL, "")
-    assert f"see {tmp_path / 'run'}" in err
+    assert f"see {tmp_path / 'run'}, or go on: pearl-rl resume {tmp_path / 'run'}" in err
     assert not (tmp_path / "run" / "summary.json").exists()
 
 

@@ -31,6 +31,7 @@ from pearl_rl.journal.frames import JournalError
 from pearl_rl.journal.run_journal import RunJournal, recover
 from pearl_rl.journal.storage import FolderStorage
 from pearl_rl.observer import Observer, SilentObserver, StepRecord
+from pearl_rl.own_policy import PolicyError
 from pearl_rl.rollout.agent import TextAgent
 from pearl_rl.rollout.batch_rollout import UnplayableTasksError
 from pearl_rl.rollout.buffer import RefillsExhaustedError
@@ -92,6 +93,7 @@ _EXPECTED = (
     UpdateTimeoutError,
     WorkerError,
     ProcessError,
+    PolicyError,
     OSError,
 )
 """What may end a run though nothing in PEARL is wrong, a full disk among them; each message names the cause."""
@@ -250,6 +252,7 @@ class _Run:
                 learning_rate=tiny.warm_up_learning_rate,
                 observation_weight=tiny.warm_up_observation_weight,
             )
+        self._observer.on_message("builds the model and teaches it the commands: 20 s on two idle cores")
         parameters = await build_in_child(forks, model_dir, shape, seed, warm_up)
         self._observer.on_message(f"built a Qwen3 model of {parameters:,} parameters from scratch")
         return tokenizer
@@ -386,7 +389,7 @@ class _Run:
                 task.result()
             await pipeline
         except asyncio.CancelledError:
-            self._observer.on_message("stopping in order")
+            pass  # Asked to stop: what follows does so in order, and the caller sums up.
         finally:
             for task in (pipeline, tasks[1], tasks[2], *forecasts):
                 task.cancel()

@@ -3,39 +3,169 @@
 import importlib
 import os
 import sys
-from typing import Any
+import traceback
+from dataclasses import dataclass
+from typing import Any, Unpack
 
-from pearl_planner.policies import Policy
+from pearl_planner import find_gpu, find_model, find_profile, planning_inputs
+from pearl_planner.policies import Observing, Policy, Question, Recalling
+from pearl_planner.switching import SwitchCosts
+from pearl_state.decision import Decision, SwitchKind
 
 _NEEDS = ("name", "expands", "borrows", "decide")
+_TRIED_WORKERS = (1, 2, 5, 8)
 
 
 class PolicyError(ValueError):
-    """A name that leads to no policy: says which part of it is missing."""
+    """A name that leads to no policy, or a policy that fails: says which part of it, and where."""
 
 
 def own_policy(name: str) -> Policy:
     """The policy that `package.module:attribute` names: an instance, or a class or function that makes one.
 
-    Raises `PolicyError` where the module cannot be imported or what it holds is no policy.
+    It is asked for a few numbers of workers at once, so that a mistake shows before anything has started; whatever it
+    does wrong later is a `PolicyError` too. Raises `PolicyError` where the module cannot be imported, what it holds is
+    no policy, or its answers are none.
     """
+    policy = _made(name)
+    missing = [need for need in _NEEDS if not hasattr(policy, need)]
+    if missing:
+        raise PolicyError(f"policy '{name}' has no {', '.join(missing)}; docs/policies.md says what each is")
+    # One of PEARL's own with other settings needs no watching, and others look at its type.
+    if getattr(getattr(type(policy), "decide", None), "__module__", "").startswith("pearl_planner."):
+        return policy  # type: ignore[no-any-return]
+    watched = _watched(policy, name)
+    _try(watched)
+    return watched
+
+
+def _made(name: str) -> Any:
+    """What `name` leads to, called where it is a class or function."""
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise PolicyError(f"policy '{name}' is not like package.module:attribute")
     # A command does not look into the folder it was called from, where a policy under development is.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
     try:
-        found: Any = getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise PolicyError(f"policy '{name}' cannot be imported: {error}") from error
-    except AttributeError as error:
-        raise PolicyError(f"policy '{name}': {module_name} has no '{attribute}'") from error
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise PolicyError(f"policy '{name}' cannot be imported: {_import_failure(error, module_name)}") from error
+    if not hasattr(module, attribute):
+        raise PolicyError(f"policy '{name}': {module_name} has no '{attribute}'")
+    found = getattr(module, attribute)
+    if not isinstance(found, type) and (hasattr(found, "decide") or not callable(found)):
+        return found
     try:
-        policy = found() if isinstance(found, type) or not hasattr(found, "decide") else found
-    except TypeError as error:
-        raise PolicyError(f"policy '{name}' cannot be made without arguments: {error}") from error
-    missing = [need for need in _NEEDS if not hasattr(policy, need)]
-    if missing:
-        raise PolicyError(f"policy '{name}' has no {', '.join(missing)}; see pearl_planner.policies.Policy")
-    return policy  # type: ignore[no-any-return]
+        return found()
+    except Exception as error:
+        raise PolicyError(f"policy '{name}' cannot be made without arguments: {_where(error, module_name)}") from error
+
+
+def _import_failure(error: Exception, module_name: str) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+        hint = "; give the module's name without .py" if module_name.endswith(".py") else ""
+        return f"no module '{error.name}' in {os.getcwd()}, nor installed; call from the folder that holds it{hint}"
+    if isinstance(error, ModuleNotFoundError) and module_name.endswith(".py"):
+        return "give the module's name without .py"
+    return str(error) if isinstance(error, ImportError) else _where(error, module_name)
+
+
+def _where(error: Exception, module_name: str) -> str:
+    """The error in a line, with the line of the policy's module that led to it."""
+    text = f"{type(error).__name__}: {error}"
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{text} ({os.path.relpath(file)}, line {lines[-1]})" if file and lines else text
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A policy whose failures carry its name, and whose answers are checked to be some."""
+
+    policy: Policy
+    called: str
+
+    @property
+    def name(self) -> str:
+        """As the policy's."""
+        return self.policy.name
+
+    @property
+    def expands(self) -> bool:
+        """As the policy's."""
+        return self.policy.expands
+
+    @property
+    def borrows(self) -> bool:
+        """As the policy's."""
+        return self.policy.borrows
+
+    def decide(self, **asked: Unpack[Question]) -> Decision:
+        """As the policy's. Raises `PolicyError` where that raises, or answers another question."""
+        try:
+            decision: Any = self.policy.decide(**asked)
+        except Exception as error:
+            where = _where(error, type(self.policy).__module__)
+            raise PolicyError(f"policy '{self.called}' fails when it decides: {where}") from error
+        if not isinstance(decision, Decision):
+            raise PolicyError(
+                f"policy '{self.called}' answers with {type(decision).__name__}, not with a Decision; "
+                "return pearl_planner.decide(…, pinned=your configuration)"
+            )
+        workers = asked["budget_workers"]
+        if decision.selected.workers != workers:
+            raise PolicyError(
+                f"policy '{self.called}' answers with {decision.selected} where {workers} workers are to be placed; "
+                "it must place every one of budget_workers"
+            )
+        return decision
+
+
+class _WatchedObserving(_Watched):
+    """One that learns what switches cost."""
+
+    def observing(self, kind: SwitchKind, seconds: float) -> Policy:
+        """See `Observing`."""
+        assert isinstance(self.policy, Observing)
+        return _watched(self.policy.observing(kind, seconds), self.called)
+
+
+class _WatchedRecalling(_WatchedObserving):
+    """One whose learned costs a journal keeps."""
+
+    @property
+    def costs(self) -> SwitchCosts:
+        """See `Recalling`."""
+        assert isinstance(self.policy, Recalling)
+        return self.policy.costs
+
+    def recalling(self, costs: SwitchCosts) -> Policy:
+        """See `Recalling`."""
+        assert isinstance(self.policy, Recalling)
+        return _watched(self.policy.recalling(costs), self.called)
+
+
+def _watched(policy: Policy, called: str) -> _Watched:
+    if isinstance(policy, Recalling):
+        return _WatchedRecalling(policy, called)
+    return (_WatchedObserving if isinstance(policy, Observing) else _Watched)(policy, called)
+
+
+def _try(policy: Policy) -> None:
+    """Ask as the control plane does; a policy is pure, so that leaves nothing behind."""
+    inputs = planning_inputs(find_profile("swe-32k"), find_model("qwen3-8b"), find_gpu("h800"), tensor_parallel=2)
+    for workers in _TRIED_WORKERS:
+        current = None
+        for _ in range(2):
+            current = policy.decide(
+                workload=inputs.workload,
+                platform=inputs.platform,
+                budget_workers=workers,
+                current=current,
+                remaining_fraction=1.0,
+                steps_ahead=3.0,
+                calibrated=current is not None,
+                pinned=None,
+            ).selected

@@ -68,12 +68,26 @@ def _plans(source: str, policies: str, seeds: int, overrides: Sequence[str]) -> 
 
     first = load_scenario(source, overrides)
     names = [name.strip() for name in policies.split(",") if name.strip()] or [first.policy.name]
+    check_own(names)
     runs = [(name, seed) for name in names for seed in range(first.run.seed, first.run.seed + seeds)]
     return [load_scenario(source, [*overrides, f"policy.name={name}", f"run.seed={seed}"]) for name, seed in runs]
 
 
+def check_own(names: Sequence[str]) -> None:
+    """Load those of `names` that are policies of the user's own. Raises `CommandError` where one is none."""
+    from pearl_rl.own_policy import PolicyError, own_policy
+
+    for name in names:
+        if ":" in name:
+            try:
+                own_policy(name)
+            except PolicyError as error:
+                raise CommandError(str(error)) from None
+
+
 def simulate_one(scenario: "Scenario", folder: "RunFolder | None" = None) -> "SimulationResult":
     """Run one simulation, recorded in `folder` where one is given. Raises `CommandError`."""
+    from pearl_rl.own_policy import PolicyError
     from pearl_rl.simulation.cluster import simulate
 
     try:
@@ -84,6 +98,8 @@ def simulate_one(scenario: "Scenario", folder: "RunFolder | None" = None) -> "Si
         ) from None
     except (SettingsError, CommandError):
         raise
+    except PolicyError as error:
+        raise CommandError(f"{scenario.name}: {error}") from None
     except ValueError as error:
         # A trajectory that no engine can hold, a trace that is none: the scenario can never finish.
         raise CommandError(f"{scenario.name}: {error}", ExitCode.INFEASIBLE) from None

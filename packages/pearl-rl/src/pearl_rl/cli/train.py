@@ -29,6 +29,7 @@ Train = Callable[[Settings, RunFolder, Observer], Awaitable[TrainSummary]]
 STOP_GRACE_S = 30.0
 """How long a run may take to stop in order."""
 _TICK_S = 0.5
+_SAME_SIGNAL_S = 0.5
 _FIRST_STEPS = 10
 """A run of no more steps has no first ones that are not the last ones too."""
 
@@ -144,9 +145,11 @@ async def supervise(train: Train, settings: Settings, folder: RunFolder, view: V
     watchers = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(_ticking(view))]
 
     def on_signal() -> None:
-        # A second signal finds the default handlers again and ends the process at once.
-        _remove_handlers(loop)
-        stop.set()
+        # A later signal finds the default handlers again and ends the process at once. One right behind the first is
+        # the same wish: what we run under, like `uv run`, hands on what the whole process group got already.
+        if not stop.is_set():
+            stop.set()
+            loop.call_later(_SAME_SIGNAL_S, _remove_handlers, loop)
 
     with suppress(NotImplementedError):
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -216,21 +219,26 @@ def report_outcome(outcome: Outcome, settings: Settings, folder: RunFolder, *, a
     summary = outcome.summary
     if summary is None:
         code = ExitCode.TIMEOUT if outcome.ending is Ending.TIMED_OUT else ExitCode.PARTIAL
-        raise CommandError(f"the run {outcome.ending.value} before it could sum up; see {folder.path}", code)
+        raise CommandError(
+            f"the run {outcome.ending.value} before it could sum up; see {folder.path}, or go on: "
+            f"pearl-rl resume {folder.path}",
+            code,
+        )
     if as_json:
         print(summary.to_json_line(), flush=True)
     else:
         for line in closing(summary):
             print(line)
     if outcome.ending is Ending.TIMED_OUT:
-        return _early(ExitCode.TIMEOUT, outcome.ending.value, summary, settings)
+        return _early(ExitCode.TIMEOUT, outcome.ending.value, summary, settings, folder)
     if outcome.ending is Ending.STOPPED or summary.steps < settings.run.steps:
-        return _early(ExitCode.PARTIAL, outcome.ending.value, summary, settings)
+        return _early(ExitCode.PARTIAL, outcome.ending.value, summary, settings, folder)
     return ExitCode.OK
 
 
-def _early(code: ExitCode, cause: str, summary: TrainSummary, settings: Settings) -> ExitCode:
-    print(f"pearl-rl: the run {cause} after {summary.steps} of {settings.run.steps} steps", file=sys.stderr)
+def _early(code: ExitCode, cause: str, summary: TrainSummary, settings: Settings, folder: RunFolder) -> ExitCode:
+    done = f"after {summary.steps} of {settings.run.steps} steps"
+    print(f"pearl-rl: the run {cause} {done}; to go on: pearl-rl resume {folder.path}", file=sys.stderr)
     return code
 
 

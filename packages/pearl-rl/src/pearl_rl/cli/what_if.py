@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pearl_rl.cli.compared import Row, print_rows, row_of
 from pearl_rl.cli.recordings import Recordings
+from pearl_rl.cli.simulate import check_own
 from pearl_rl.errors import CommandError, ExitCode
 
 _MOST_RUNS = 1000
@@ -34,6 +35,7 @@ def run_what_if(
             f"{len(grid)} values × {len(names)} policies × --seeds {seeds}: must be 1 to {_MOST_RUNS} runs"
         )
     recorded = Path(source).is_dir()
+    check_own(names)
     if recorded and (names != [""] or seeds != 1):
         raise CommandError(f"{source}: a recorded run is replayed as it was: vary planner.policy instead of --policy")
     slowdown = _slowdown(source) if recorded else 1.0

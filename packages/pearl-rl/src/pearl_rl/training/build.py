@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pearl_executor.runtimes.local.channels import ChannelError
+from pearl_executor.runtimes.local.channels import CallTimeoutError, ChannelError
 from pearl_executor.runtimes.local.processes import ProcessError, ProcessServer
 from pearl_rl.training.rank_group import TrainerError
 from pearl_rl.training.tiny_model import TinyShape, WarmUp
@@ -19,7 +19,7 @@ async def build_in_child(
     seed: int,
     warm_up: WarmUp | None = None,
     *,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
 ) -> int:
     """`tiny_model.build_tiny_model` in a process of its own. Returns the parameters. Raises `TrainerError`."""
     try:
@@ -30,6 +30,10 @@ async def build_in_child(
     head = {"folder": str(folder), "shape": asdict(shape), "seed": seed, "warm_up": _plain(warm_up)}
     try:
         answer = await child.channel.call("build", head, timeout_s=timeout_s)
+    except CallTimeoutError as error:
+        raise TrainerError(
+            f"the model was not built in {folder} within {timeout_s:g} s; this machine is too busy, try again later"
+        ) from error
     except ChannelError as error:
         raise TrainerError(f"cannot build the model in {folder}: {error}") from error
     finally:
