@@ -128,6 +128,7 @@ SHORT = {
     "limits.executor.probe_s": 5,
     "limits.rollout.environment_s": 4,
     "limits.training.update_s": 25,
+    "limits.training.checkpoint_s": 25,
 }
 """Bounds of the run that the faults happen to, so that it need not take minutes."""
 SLACK_S = 25.0
