@@ -13,13 +13,19 @@ RENDER = runpy.run_path(str(Path(__file__).parent / "reproduction" / "render.py"
 
 
 def test_the_page_is_made_of_its_rows_and_each_miss_has_a_cause() -> None:
-    assert RENDER["PAGE"].read_text(encoding="utf-8") == RENDER["page"](RENDER["rows"](), RENDER["causes"]())
+    assert RENDER["PAGE"].read_text(encoding="utf-8") == RENDER["document"]()
 
 
 def test_a_miss_without_a_cause_is_refused() -> None:
     row = {"id": "F0", "name": "x", "use": "predict", "paper": 1, "ours": 2, "unit": "ratio", "error": 1.0, "ok": False}
     with pytest.raises(ValueError, match=r"misses without a cause: .*F0: x"):
         RENDER["page"]([row], [])
+
+
+def test_most_rows_of_tiderl_are_met_and_its_goodput_is_asked_on_each_segment_and_bound() -> None:
+    rows = RENDER["rows"]("tiderl.json")
+    assert sum(row["ok"] for row in rows) >= 0.75 * len(rows)
+    assert sum("tokens trained a second" in row["name"] for row in rows) == 6
 
 
 def test_all_calibrated_and_most_predicted_rows_are_met() -> None:

@@ -1,7 +1,8 @@
-"""Writes `integration/REPRODUCTION.md` from `rows.json` and `causes.toml` beside this file.
+"""Writes `integration/REPRODUCTION.md` from `rows.json` and `causes.toml` beside this file, and TideRL's part of it
+from `tiderl.json` and `tiderl_causes.toml`.
 
-`python integration/reproduction/render.py --run [--jobs N]` first simulates everything anew. A test compares the page
-with what this makes of the files, and cheap rows with what the simulator says now.
+`python integration/reproduction/render.py --run [--jobs N]` first simulates everything anew; `--run tiderl` only that
+paper. A test compares the page with what this makes of the files, and cheap rows with what the simulator says now.
 """
 
 import argparse
@@ -16,16 +17,21 @@ PAGE = HERE.parent / "REPRODUCTION.md"
 Row = Mapping[str, Any]
 
 
-def rows() -> list[Row]:
+def rows(file: str = "rows.json") -> list[Row]:
     """The rows as they were computed last."""
-    found: list[Row] = json.loads((HERE / "rows.json").read_text(encoding="utf-8"))
+    found: list[Row] = json.loads((HERE / file).read_text(encoding="utf-8"))
     return found
 
 
-def causes() -> list[Mapping[str, Any]]:
+def causes(file: str = "causes.toml") -> list[Mapping[str, Any]]:
     """Likely causes of misses: each with `rows` (`id: name` of every row that it explains) and `text`."""
-    found: list[Mapping[str, Any]] = tomllib.loads((HERE / "causes.toml").read_text(encoding="utf-8"))["cause"]
+    found: list[Mapping[str, Any]] = tomllib.loads((HERE / file).read_text(encoding="utf-8"))["cause"]
     return found
+
+
+def document() -> str:
+    """The whole file: PEARL's page, and TideRL's after it."""
+    return page(rows(), causes()) + "\n" + part(rows("tiderl.json"), causes("tiderl_causes.toml"))
 
 
 def title(row: Row) -> str:
@@ -40,11 +46,7 @@ def missed(found: Sequence[Row]) -> list[str]:
 
 def page(found: Sequence[Row], explained: Sequence[Mapping[str, Any]]) -> str:
     """The whole page. Raises `ValueError` where a miss has no cause, or a cause explains what is no miss."""
-    misses = missed(found)
-    named = [name for cause in explained for name in cause["rows"]]
-    if sorted(named) != sorted(misses):
-        lacking, extra = set(misses) - set(named), set(named) - set(misses)
-        raise ValueError(f"misses without a cause: {sorted(lacking)}; causes of what is met: {sorted(extra)}")
+    _explained(found, explained)
     counts = {
         use: (sum(r["ok"] for r in found if r["use"] == use), sum(r["use"] == use for r in found))
         for use in ("calibrate", "predict")
@@ -68,11 +70,38 @@ def page(found: Sequence[Row], explained: Sequence[Mapping[str, Any]]) -> str:
         "| target | what | use | paper | ours | error | met |",
         "|---|---|---|---:|---:|---:|---|",
     ]
-    lines += [_line(row) for row in found]
-    lines += ["", "## Misses and their likely causes", ""]
+    return _closed(lines, found, explained, "## Misses and their likely causes")
+
+
+def part(found: Sequence[Row], explained: Sequence[Mapping[str, Any]]) -> str:
+    """TideRL's part, after PEARL's. Raises as `page`."""
+    _explained(found, explained)
+    lines = [
+        "# TideRL, and all of it with PEARL and Prorsa",
+        "",
+        f"Made by `pearl-rl reproduce tiderl`. Rows met: {sum(row['ok'] for row in found)} of {len(found)}. "
+        "The goodput rows are no figures of a paper: they say what continuous injection should gain over waiting for "
+        "whole batches on PEARL's trace, at staleness bounds of 1 and 4.",
+        "",
+        "| target | what | use | wanted | ours | error | met |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    return _closed(lines, found, explained, "## TideRL's misses and their likely causes")
+
+
+def _explained(found: Sequence[Row], explained: Sequence[Mapping[str, Any]]) -> None:
+    misses = missed(found)
+    named = [name for cause in explained for name in cause["rows"]]
+    if sorted(named) != sorted(misses):
+        lacking, extra = set(misses) - set(named), set(named) - set(misses)
+        raise ValueError(f"misses without a cause: {sorted(lacking)}; causes of what is met: {sorted(extra)}")
+
+
+def _closed(lines: Sequence[str], found: Sequence[Row], explained: Sequence[Mapping[str, Any]], heading: str) -> str:
+    out = [*lines, *(_line(row) for row in found), "", heading, ""]
     for cause in explained:
-        lines += [*(f"- {name}" for name in cause["rows"]), "", cause["text"].strip(), ""]
-    return "\n".join(lines).rstrip() + "\n"
+        out += [*(f"- {name}" for name in cause["rows"]), "", cause["text"].strip(), ""]
+    return "\n".join(out).rstrip() + "\n"
 
 
 def _line(row: Row) -> str:
@@ -91,16 +120,20 @@ def _text(value: float | str) -> str:
 def main() -> None:
     """Write the page; with `--run` the rows first."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", action="store_true", help="simulate everything anew")
+    parser.add_argument(
+        "--run", nargs="?", const="all", choices=("all", "tiderl"), help="simulate anew: all, or a part"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
     if arguments.run:
         from pearl_rl.simulation.experiments.bench import Bench
         from pearl_rl.simulation.experiments.registry import reproduce
 
-        found = [row.to_json() for row in reproduce(["all"], Bench(arguments.jobs))]
-        (HERE / "rows.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(rows(), causes()), encoding="utf-8")
+        files = {"all": "rows.json", "tiderl": "tiderl.json"}
+        for target in files if arguments.run == "all" else [arguments.run]:
+            found = [row.to_json() for row in reproduce([target], Bench(arguments.jobs))]
+            (HERE / files[target]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(document(), encoding="utf-8")
 
 
 if __name__ == "__main__":
