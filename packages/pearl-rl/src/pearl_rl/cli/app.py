@@ -30,7 +30,9 @@ class OneLineErrors(TyperGroup):
             code = error.exit_code
         except _USAGE_ERROR as error:
             text = error.format_message() if hasattr(error, "format_message") else str(error)
-            print(f"pearl-rl: {' '.join(text.split())} (see pearl-rl --help)", file=sys.stderr)
+            # As typed: the parser may have been entered by another name, like `python -m pearl_rl`.
+            path = getattr(getattr(error, "ctx", None), "command_path", "").split(" ")[1:]
+            print(f"pearl-rl: {' '.join(text.split())} (see {' '.join(['pearl-rl', *path])} --help)", file=sys.stderr)
             code = ExitCode.CONFIG
         except typer.Abort:
             code = ExitCode.PARTIAL

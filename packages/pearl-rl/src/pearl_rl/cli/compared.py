@@ -114,13 +114,18 @@ def _columns(rows: Sequence[Row], base: Row, *, bars: bool) -> dict[str, list[st
         "prediction off": ["" if row.wape is None else f"{row.wape:.1%}" for row in rows],
         "GPU-s": ["" if row.gpu_s is None else f"{row.gpu_s:,.0f}" for row in rows],
         "borrows": ["" if row.borrows is None else f"{row.borrows:,.0f}" for row in rows],
-        "expansions": ["" if row.expansions is None else f"{row.expansions:g}" for row in rows],
-        "switches": ["" if row.switches is None else f"{row.switches:g}" for row in rows],
+        "expansions": ["" if row.expansions is None else _count(row.expansions) for row in rows],
+        "switches": ["" if row.switches is None else _count(row.switches) for row in rows],
     }
     most = max((row.throughput for row in rows), default=0.0)
     if bars:
         columns[_BAR] = ["█" * round(24 * row.throughput / most) if most else "" for row in rows]
     return columns
+
+
+def _count(mean: float) -> str:
+    """A mean of counts: whole where it is, else to a tenth."""
+    return f"{round(mean, 1):g}"
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> "Table":

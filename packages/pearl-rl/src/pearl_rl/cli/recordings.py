@@ -17,6 +17,11 @@ class Recordings:
     """Records each simulation where a report or the records themselves are wanted."""
 
     def __init__(self, keep: Path | None, report: Path | None) -> None:
+        """Raises `CommandError` where `report` cannot be written, before anything is simulated for it."""
+        if report is not None:
+            from pearl_rl.cli.report import check_target
+
+            check_target(report)
         self._keep = keep
         self._report = report
         self._runs: list[RunRecord] = []

@@ -14,8 +14,9 @@ from pearl_rl.journal.frames import JournalError
 from pearl_rl.journal.journal import Journal, read
 from pearl_rl.journal.run_journal import Recovered, apply, begun, recover
 from pearl_rl.journal.storage import FolderStorage
-from pearl_rl.run_folder import CONFIG_TOML, SUMMARY, RunFolder
+from pearl_rl.run_folder import SUMMARY, RunFolder
 from pearl_rl.run_lock import RunLock
+from pearl_rl.run_of_train import require_run
 from pearl_rl.settings import Settings, load_settings
 from pearl_state.effects import Effect, RecordDecision
 from pearl_state.events import Event
@@ -99,10 +100,7 @@ def replayed(
 
 
 def _settings(run_dir: Path) -> Settings:
-    config = run_dir / CONFIG_TOML
-    if not config.is_file():
-        raise CommandError(f"{run_dir}: holds no {CONFIG_TOML}; give the folder of a run")
-    return load_settings(config, ()).settings
+    return load_settings(require_run(run_dir), ()).settings
 
 
 def _told(number: int, event: Event, effects: tuple[Effect, ...], *, as_json: bool, explain: bool) -> Iterator[str]:

@@ -1,6 +1,9 @@
 """`pearl-rl report`: a run's folder as one page, and its plots as SVG files."""
 
+import errno
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,11 +56,29 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.part")
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(f"{path}: cannot be written ({reason}); choose another file") from None
+        raise _unwritable(path, error) from None
+
+
+def check_target(path: Path) -> None:
+    """Find out before the work whether `path` can be written after it. Raises `CommandError` where it cannot."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> CommandError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return CommandError(f"{path}: cannot be written ({reason}); choose another file")
 
 
 def write_trace(run_dir: Path, out: Path, detail: str, *, as_json: bool) -> ExitCode:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ def run_what_if(
             f"{len(grid)} values × {len(names)} policies × --seeds {seeds}: must be 1 to {_MOST_RUNS} runs"
         )
     recorded = Path(source).is_dir()
+    if not recorded and os.sep in source and not Path(source).exists():
+        raise CommandError(f"{source}: does not exist; give the folder of a run, a TOML file or a bundled scenario")
     check_own(names)
     if recorded and (names != [""] or seeds != 1):
         raise CommandError(f"{source}: a recorded run is replayed as it was: vary planner.policy instead of --policy")

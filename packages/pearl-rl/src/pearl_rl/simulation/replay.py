@@ -23,7 +23,8 @@ from pearl_rl.errors import CommandError, ExitCode, SettingsError
 from pearl_rl.report.table_history import lanes, snapshots
 from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.rollout.pipeline_settings import PipelineSettings
-from pearl_rl.run_folder import CONFIG_JSON, CONFIG_TOML, RunFolder, read_lines
+from pearl_rl.run_folder import CONFIG_JSON, RunFolder, read_lines
+from pearl_rl.run_of_train import require_run
 from pearl_rl.settings import Settings, load_settings
 from pearl_rl.simulation.cluster import SimulatedCluster
 from pearl_rl.simulation.kernels import DecodeCurve, IterationOverheads
@@ -151,9 +152,7 @@ def read_recorded(path: Path, overrides: Sequence[str] = (), slowdown: float = 1
 
     Raises `SettingsError` for a bad override, `CommandError` for a folder that holds no run of `pearl-rl train`.
     """
-    config = path / CONFIG_TOML
-    if not config.is_file():
-        raise CommandError(f"{path}: holds no {CONFIG_TOML}; replay needs the folder of a run of `pearl-rl train`")
+    config = require_run(path)
     steps = list(read_lines(path / "metrics.jsonl"))
     if not steps:
         raise CommandError(f"{path}: no step of this run is complete, so that nothing can be replayed")

@@ -1,0 +1,64 @@
+"""Mistakes that a newcomer makes with folders, files and arguments end in one line that says what to do."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pearl_rl.cli.app import app
+from pearl_rl.cli.compared import Row, print_rows
+from pearl_rl.errors import ExitCode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate"], "(see pearl-rl simulate --help)"),
+        (["import", "verl"], "(see pearl-rl import --help)"),
+        (["workers", "cordon"], "(see pearl-rl workers cordon --help)"),
+        (["trian"], "Did you mean 'train'? (see pearl-rl --help)"),
+        (["what-if", "runs/nope", "--vary", "run.steps=1,2"], "runs/nope: does not exist; give the folder of a run"),
+        (["replay", "runs/nope"], "runs/nope: does not exist; give the folder of a run of `pearl-rl train`"),
+        (["replay-journal", "runs/nope"], "runs/nope: does not exist; give the folder of a run"),
+        (["resume", "runs/nope"], "runs/nope: does not exist"),
+        (["replay-journal", "simulated"], "simulated: is a recorded simulation"),
+        (["replay", "simulated"], "`pearl-rl status`, `report` and `timeline` read both"),
+        (["simulate", "paper-segment1", "--report", "simulated"], "simulated: cannot be written"),
+        (["simulate", "paper-segment1", "--report", "a_file/x.html"], "a_file/x.html: cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line_with_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    (tmp_path / "simulated").mkdir()
+    (tmp_path / "simulated" / "scenario.json").write_text("{}")
+    (tmp_path / "a_file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert app(arguments, prog_name="pearl-rl", standalone_mode=False) == ExitCode.CONFIG
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert says in err
+    assert sorted(os.listdir()) == ["a_file", "simulated"]
+
+
+def test_means_of_counts_are_printed_to_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row(
+        name="x",
+        throughput=1.0,
+        spread=0.1,
+        steps=1,
+        step_s=1.0,
+        rollout_s=1.0,
+        training_s=1.0,
+        wape=None,
+        gpu_s=None,
+        borrows=9,
+        expansions=41 / 3,
+        switches=2.0,
+    )
+    print_rows("title", [row], row)
+    assert capsys.readouterr().out.split()[-3:] == ["9", "13.7", "2"]
