@@ -70,10 +70,14 @@ def _print_table(rows: "Sequence[TargetRow]") -> None:
         error = ""
         if row.error is not None:
             error = f"{row.error:+.1f} points" if row.unit in ("points", "within") else f"{row.error:+.1%}"
-        paper = f"> {_text(row.paper)}" if row.at_least else _text(row.paper)
+        paper = f"{_BOUND[row.noise is None]} {_text(row.paper)}" if row.at_least else _text(row.paper)
         table.add_row(row.id, row.name, row.use, paper, _text(row.ours), error, "yes" if row.ok else "no")
     console.print(table)
     console.print(summary(rows))
+
+
+_BOUND = {True: ">", False: ">="}
+"""Whether the bound itself is not enough."""
 
 
 def _text(value: float | str) -> str:

@@ -60,7 +60,7 @@ _RATIOS: Final = ("3P5D", "4P4D", "5P3D", "6P2D")
 """Static ratios, of which the best one counts; section 5.4 has 3:5, 4:4 and 5:3."""
 _GROUP: Final = 32
 _STALENESS: Final = (0, 2, 8)
-_DURATION_S: Final = 3600.0
+_DURATION_S: Final = 1800.0
 """No batch begins later, under continuous injection."""
 _SEEDS: Final = (0, 1, 2)
 _SEGMENTS: Final = ("segment1", "segment2", "segment3")
