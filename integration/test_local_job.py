@@ -134,11 +134,15 @@ def test_weight_versions_within_a_trajectory_never_go_back_and_stay_within_the_b
         assert min(versions) >= line["dispatch_version"]
 
 
-def test_a_run_goes_on_from_its_checkpoint(finished, tmp_path) -> None:
+def test_a_run_goes_on_from_its_checkpoint_now_with_a_reference_on_a_rank_of_its_own(finished, tmp_path) -> None:
     folder, _ = finished
-    again = run(tmp_path / "again", 10, **{"run.resume_from": str(folder)})
+    reference = {"train.kl_coefficient": 0.01, "train.ref_actor": "decoupled"}
+    again = run(tmp_path / "again", 10, **{"run.resume_from": str(folder), **reference})
     assert again["steps"] == 10
-    assert len(list(read_lines(tmp_path / "again" / "metrics.jsonl"))) == 2
+    steps = list(read_lines(tmp_path / "again" / "metrics.jsonl"))
+    assert len(steps) == 2
+    # The reference has the weights that the first run began with.
+    assert all(step["kl"] > 1e-4 for step in steps)
     first = next(read_lines(tmp_path / "again" / "trajectories.jsonl"))
     assert first["id"] > max(line["id"] for line in read_lines(folder / "trajectories.jsonl"))
     assert first["dispatch_version"] > 8
