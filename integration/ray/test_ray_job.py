@@ -195,8 +195,6 @@ def test_a_drained_node_is_left_by_its_deadline(story):
     assert {r["finish"] for r in begun} <= {"stop", "length", "interrupted"}
     # Its events and the ends of its calls come by different ways.
     assert max(r["finished_s"] for r in begun) <= left["now_s"] + 1.0
-    later = [r for r in requests if r["worker"] == worker and r["started_s"] > reclaim["now_s"] + 1.0]
-    assert not [r for r in later if r["started_s"] <= left["now_s"]]
     assert any(r["tokens"] > 0 for r in requests if r["finish"] == "interrupted")
 
 
