@@ -34,6 +34,7 @@ class Job:
         command += ["--run-dir", str(self.folder)]
         for key, value in {
             "run.steps": STEPS,
+            "control.http": "true",
             "availability.control_file": str(self.control),
             "engine.sglang.interpreter": json.dumps(list(interpreter)),
         }.items():
@@ -70,6 +71,12 @@ class Job:
         with self.control.open("a") as file:
             file.write(json.dumps(command) + "\n")
 
+    def pin(self, configuration):
+        """What a person would type."""
+        command = [sys.executable, "-m", "pearl_rl", "pin", configuration, "--run", str(self.folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+
     def said(self):
         self.errors.flush()
         return Path(self.errors.name).read_text()[-3000:]
@@ -95,6 +102,10 @@ def job(real_interpreter, tmp_path_factory):
         )
         borrowed = len(job.journal("resumed"))
         job.wait("borrow on top of it", lambda: len(job.journal("resumed")) > borrowed)
+        # Of two ratios that no number of workers makes equal, one is another than there is: roles change in place.
+        job.pin("3P1D")
+        job.pin("1P3D")
+        job.wait("change of role", lambda: job.journal("flipped"))
         job.say(reclaim=1)
         summary = job.result()
     finally:
