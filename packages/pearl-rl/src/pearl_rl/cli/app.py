@@ -30,9 +30,7 @@ class OneLineErrors(TyperGroup):
             code = error.exit_code
         except _USAGE_ERROR as error:
             text = error.format_message() if hasattr(error, "format_message") else str(error)
-            # As typed: the parser may have been entered by another name, like `python -m pearl_rl`.
-            path = getattr(getattr(error, "ctx", None), "command_path", "").split(" ")[1:]
-            print(f"pearl-rl: {' '.join(text.split())} (see {' '.join(['pearl-rl', *path])} --help)", file=sys.stderr)
+            print(f"pearl-rl: {' '.join(text.split())} (see {_command(error)} --help)", file=sys.stderr)
             code = ExitCode.CONFIG
         except typer.Abort:
             code = ExitCode.PARTIAL
@@ -40,6 +38,16 @@ class OneLineErrors(TyperGroup):
         if standalone:
             sys.exit(int(code))
         return int(code)
+
+
+def _command(error: Exception) -> str:
+    """The command that complains, by the names that lead to it."""
+    names: list[str] = []
+    context = getattr(error, "ctx", None)
+    while context is not None and context.parent is not None:
+        names.insert(0, context.info_name)
+        context = context.parent
+    return " ".join(["pearl-rl", *names])
 
 
 app = typer.Typer(
