@@ -177,7 +177,7 @@ def test_recorded_updates_come_in_order_and_the_last_one_stays():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["replay", "/none"], "replay needs the folder of a run"),
+        (["replay", "/none"], "does not exist; give the folder of a run"),
         (["what-if", "webshop"], "needs something to vary"),
         (["what-if", "webshop", "--vary", "rollout.batch"], "is not like"),
         (["what-if", "webshop", "--vary", "rollout.bach=16"], "rollout.bach"),
