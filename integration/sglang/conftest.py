@@ -17,9 +17,10 @@ from servers import STAND_IN, Servers
 from support import PYTHON, fork_server, tiny_model
 
 KINDS = ["stand-in", "real"] if PYTHON else ["stand-in"]
-_NEEDS_REAL = ["test_equal_tokens.py", "test_job.py", "test_structs.py", "test_transports.py"]
-collect_ignore = [] if PYTHON else _NEEDS_REAL
-"""What needs the real one; `nox -s sglang` runs it."""
+_NEEDS_REAL = ["test_equal_tokens.py", "test_job.py", "test_ports.py", "test_structs.py", "test_transports.py"]
+_LONG = ["test_in_step.py"]
+collect_ignore = [] if PYTHON else [*_NEEDS_REAL, *_LONG]
+"""What needs the real one, or half a minute; `nox -s sglang` runs it."""
 if "PEARL_GATEWAY_PYTHON" not in os.environ:
     collect_ignore.append("test_gateway.py")
 if "PEARL_SMOLLM" not in os.environ:

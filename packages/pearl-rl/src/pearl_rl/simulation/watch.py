@@ -63,8 +63,8 @@ class Watch:
         """Take a complete trajectory in."""
         self._trajectories += 1
         self._lasted_s += trajectory.finished_s - trajectory.started_s
-        for listen in self.on_trajectories:
-            listen(trajectory, step)
+        for follow in self.on_trajectories:
+            follow(trajectory, step)
 
     def predicted_step_s(self) -> float | None:
         """Predicted makespan of the batch that is just complete, over all configurations it ran under, seconds."""
