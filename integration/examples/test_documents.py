@@ -29,6 +29,7 @@ ELSEWHERE = {
     ),
     "uv run nox": "continuous integration",
     "uv sync --group lint": "nox does it",
+    "python integration/benchmarks/gpu/bench_engine.py --gpu h200": "needs a GPU; test_gpu_bench.py runs it on a CPU",
     "curl -s localhost:8400/v1/choose -d '{\"workers\": 8}'": "test_guest.py asks the service this",
     "ray job submit --address http://127.0.0.1:8265 --working-dir . -- uv run pearl-rl train "
     "docs/cluster/qwen3-8b-swe.toml --runtime ray --address auto": "test_cluster_documents.py, and nox -s ray",
