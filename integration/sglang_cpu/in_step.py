@@ -1,6 +1,7 @@
 """The bundled in-step example on stand-in SGLang servers, wherever they run: roles flip in place inside a step."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,9 @@ def run(folder: Path, **settings: str) -> dict[str, Any]:
     line = [sys.executable, "-m", "pearl_rl", "train", str(EXAMPLE), "--json", "--plain", "--run-dir", str(folder)]
     for key, value in {**SERVERS, **{key.replace("__", "."): value for key, value in settings.items()}}.items():
         line += ["--set", f"{key}={value}"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400, check=False, cwd=EXAMPLE.parent)
+    # Not from there: Ray wants the project's root where `uv run` started the tests.
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLE.parent)}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400, check=False, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert (summary["steps"], summary["trajectories"]) == (1, 16)
