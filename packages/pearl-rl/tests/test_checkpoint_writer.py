@@ -7,7 +7,7 @@ import pytest
 
 from pearl_rl.checkpoints import CheckpointWriter, find
 from pearl_rl.rollout.ledger import Position
-from pearl_rl.training.rank_group import TrainerError, TrainerLostError
+from pearl_rl.training.rank_group import CheckpointLateError, TrainerError, TrainerLostError
 
 
 class Ranks:
@@ -52,6 +52,13 @@ def test_a_rank_that_is_lost_while_it_writes_costs_that_checkpoint_and_no_more(t
         "step-00000003",
     ]
     assert "rank 1 of 2 is gone" in caplog.text
+
+
+def test_a_checkpoint_that_takes_too_long_costs_that_checkpoint_and_no_more(tmp_path, caplog):
+    # A rank that stands still while it writes: the update says so, and has it begin anew.
+    steps(tmp_path, Ranks(None, CheckpointLateError("not written within 25 s"), None))
+    assert find(tmp_path).step == 3
+    assert "a checkpoint is missing: not written within 25 s" in caplog.text
 
 
 def test_the_last_checkpoint_is_not_silently_missing(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from pearl_rl.errors import CommandError
 from pearl_rl.rollout.ledger import Position
-from pearl_rl.training.rank_group import TrainerError, TrainerLostError
+from pearl_rl.training.rank_group import CheckpointLateError, TrainerError, TrainerLostError
 
 _log = logging.getLogger(__name__)
 _RUN: Final = "run.json"
@@ -87,7 +87,8 @@ class CheckpointWriter:
     """Writes a checkpoint every `every` steps (0: none before the last) and keeps the newest `keep`.
 
     Only the copy of the state holds training up; the files are written while it goes on, one checkpoint at a time.
-    One that a lost rank cut short is missing, and a word in the log; the run goes on, and its ranks begin anew.
+    One that a lost rank cut short, or that took too long, is missing, and a word in the log; the run goes on, and ranks
+    that are lost or stand still begin anew at the next update.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class CheckpointWriter:
         if step == self._last or (self._every and step % self._every == 0):
             try:
                 await self._settle()
-            except TrainerLostError as error:
+            except (TrainerLostError, CheckpointLateError) as error:
                 _log.warning("a checkpoint is missing: %s", error)
             try:
                 await self._begin(step, position)

@@ -14,7 +14,13 @@ from pearl_executor.runtimes.local.processes import ProcessServer
 from pearl_rl.training.batch import TrainBatch, plan_update
 from pearl_rl.training.checkpoint import CheckpointError, TrainerState, forget_marks, written
 from pearl_rl.training.options import TrainerOptions
-from pearl_rl.training.rank_group import RankGroup, TrainerError, TrainerLostError, prepare_folder
+from pearl_rl.training.rank_group import (
+    CheckpointLateError,
+    RankGroup,
+    TrainerError,
+    TrainerLostError,
+    prepare_folder,
+)
 from pearl_rl.training.results import UpdateResult, combine_sums
 from pearl_rl.training.shards import encode_shard, join_shards
 
@@ -179,8 +185,9 @@ class LocalTrainer:
     async def begin_checkpoint(self, path: Path) -> "asyncio.Task[None]":
         """`save_checkpoint` in two parts: returns once the state is copied, and training may go on.
 
-        The task ends when the folder is complete; it raises `TrainerError` where a rank could not write, is lost, or
-        takes longer than a checkpoint may. One checkpoint is written at a time.
+        The task ends when the folder is complete; it raises `TrainerError` where a rank could not write,
+        `TrainerLostError` where one is lost, and `CheckpointLateError` where it takes longer than a checkpoint may. One
+        checkpoint is written at a time.
         """
         self._require_memory("save_checkpoint")
         await self._settle_checkpoint()
@@ -216,7 +223,7 @@ class LocalTrainer:
                     await asyncio.sleep(_LOOK_S)
             _put_in_place(partial, path, state)
         except TimeoutError:
-            raise TrainerError(f"the checkpoint {path.name} was not written within {limit_s:g} s") from None
+            raise CheckpointLateError(f"the checkpoint {path.name} was not written within {limit_s:g} s") from None
         except CheckpointError as error:
             raise TrainerError(f"the checkpoint {path.name} is not complete: {error}") from error
         finally:

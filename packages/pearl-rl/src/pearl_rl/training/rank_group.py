@@ -31,6 +31,10 @@ class TrainerLostError(TrainerError, WorkerLostError):
     """A rank's process is gone, and with it the whole trainer: start anew from the newest checkpoint."""
 
 
+class CheckpointLateError(TrainerError):
+    """A checkpoint took longer than it may: the disk is slow, or a rank stands still, as the next update will say."""
+
+
 class RankGroup:
     """N processes that only make sense together: one call at a time, to all; when one fails, all are ended.
 
