@@ -281,6 +281,8 @@ def test_what_a_script_is_given_belongs_to_no_flag() -> None:
         ("python train.py --a 1 > log.txt 2>&1 < /dev/null --b", ["--a", "1", "--b"]),
         ("python train.py --a 1 &>>log 2> errors &", ["--a", "1"]),
         ("cat <<EOF\npython train.py --a 1\nEOF\npython train.py --b $((2 * (3 + 1) % 5))", ["--b", "3"]),
+        # What only looks like a number is no reason for a warning of Python's.
+        ("python train.py $((1if 2)) $((8x))", [UNKNOWN] * 2),
         ("N=4\nif [ $N -gt 2 ]; then M=1; else M=2; fi\npython train.py $M", ["1"]),
         ("N=\nif [ -n \"$N\" ]; then M=1; elif [ 1 = 1 ]; then M=2; else M=3; fi\npython train.py $M", ["2"]),
         ("M=1\n[ a = b ] && M=2\n[ a != b ] || M=3\npython train.py $M", ["1"]),

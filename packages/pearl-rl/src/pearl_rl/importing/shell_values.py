@@ -14,6 +14,8 @@ UNKNOWN: Final = "\0unknown"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*)(?:(:?)([-=+?])(.*))?", re.DOTALL)
 _SPREAD = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
+_ARITHMETIC: Final = re.compile(r"[\d\s()*/%+-]*", re.ASCII)
+"""All that whole-number arithmetic is written with; Python warns of what merely looks like a number."""
 _REST: Final = frozenset({"$@", "$*", "${@}", "${*}"})
 _OPERATORS: Final[Mapping[type, Callable[[int, int], int]]] = {
     ast.Add: operator.add,
@@ -132,6 +134,8 @@ class Values:
     def _arithmetic(self, text: str, depth: int) -> str:
         text = re.sub(r"\$\{[^}]*\}", lambda found: self._expand(found[0], depth + 1), text)
         bare = re.sub(r"\$?\b([A-Za-z_]\w*)", lambda found: self._variables.get(found[1], "unknown"), text)
+        if _ARITHMETIC.fullmatch(bare) is None:
+            return UNKNOWN
         try:
             return str(_whole(ast.parse(bare.strip().replace("/", "//"), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
