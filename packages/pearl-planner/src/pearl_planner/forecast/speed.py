@@ -52,6 +52,7 @@ class _Line:
     """busy seconds = α · requests + β · new tokens, least squares over intervals of all profiles, older ones faded."""
 
     rr: float = 0.0
+    """Sum of requests² / second; likewise with new tokens (n) and busy seconds (s) below."""
     rn: float = 0.0
     nn: float = 0.0
     rs: float = 0.0
