@@ -120,7 +120,7 @@ def _horizon(state: ElasticState) -> tuple[float, float]:
     an update, or while others are about to join them, are a pool for moments: nothing pays there that costs anything.
     """
     if not state.continuous:
-        return state.remaining / state.batch if state.batch else 1.0, STEPS_AHEAD
+        return min(1.0, state.remaining / state.batch) if state.batch else 1.0, STEPS_AHEAD
     if not _changes_with_steps(state):
         return 1.0, STEPS_AHEAD
     return 0.0 if _passing(state) else min(1.0, state.batch / state.workload.batch), 0.0

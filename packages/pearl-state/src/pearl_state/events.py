@@ -153,13 +153,23 @@ class RolloutBegan(_Event):
     continuous: bool = False
     """Whether trajectories of other batches are under way beside it: groups enter whenever they may."""
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a batch below 0: a journal may be a stranger's."""
+        if self.batch < 0:
+            raise ValueError(f"RolloutBegan.batch = {self.batch}: must be at least 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutProgressed(_Event):
-    """`remaining` trajectories of the batch are not complete yet (R of eq. 7)."""
+    """`remaining` trajectories of the batch are not complete yet (R of eq. 7). Raises `ValueError` below 0."""
 
     step: int
     remaining: int
+
+    def __post_init__(self) -> None:
+        """A journal may be a stranger's."""
+        if self.remaining < 0:
+            raise ValueError(f"RolloutProgressed.remaining = {self.remaining}: must be at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
