@@ -21,7 +21,7 @@ from pearl_rl.settings import load_settings
 from pearl_rl.summary import TrainSummary
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Candidate, Constraint, Decision, MakespanTerms, Reason
-from pearl_state.events import GpusOffered, GpusReclaimed, StageApplied
+from pearl_state.events import GpusOffered, GpusReclaimed, RolloutBegan, RolloutProgressed, StageApplied
 from pearl_state.plan import PlanId, Stage, TransitionPlan
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Role, Tenure
@@ -264,8 +264,13 @@ def values_of(kind: Any) -> st.SearchStrategy:
     return st.floats(allow_nan=False) if kind is float else st.from_type(kind)
 
 
+# What an event counts is refused below 0, as is what a profile measures.
+COUNTS = {(RolloutBegan, "batch"), (RolloutProgressed, "remaining")}
+
+
 def events_of(kind: type) -> st.SearchStrategy:
-    return st.builds(kind, **{name: values_of(hint) for name, hint in get_type_hints(kind).items()})
+    hints = get_type_hints(kind).items()
+    return st.builds(kind, **{n: st.integers(0) if (kind, n) in COUNTS else values_of(hint) for n, hint in hints})
 
 
 EVENTS = st.sampled_from(list(EVENT_TYPES.values())).flatmap(events_of)

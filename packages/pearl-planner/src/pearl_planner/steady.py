@@ -16,7 +16,7 @@ from one to the other. A configuration whose KV holds few is slow here, and neve
 from dataclasses import replace
 
 from pearl_planner.capacity import kv_bytes_per_sequence
-from pearl_planner.extended import ExtendedModel
+from pearl_planner.extended import ExtendedModel, work_turns
 from pearl_planner.makespan import MakespanModel
 from pearl_state.decision import MakespanTerms
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -28,6 +28,7 @@ class SteadyModel:
     __slots__ = ("_headroom", "_held", "_models", "_platform", "_workload")
 
     def __init__(self, workload: WorkloadProfile, platform: PlatformProfile, kv_headroom: float = 1.0) -> None:
+        workload = _of_mean_trajectories(workload)
         each_bytes = kv_bytes_per_sequence(workload, platform, kv_headroom)
         self._held = platform.kv_capacity_bytes / each_bytes if platform.kv_capacity_bytes and each_bytes else None
         self._workload = workload
@@ -75,6 +76,13 @@ def deciding_model(workload: WorkloadProfile, platform: PlatformProfile, kv_head
     """The model by which configurations are compared: of a steady load where the profile is one, else of a batch."""
     kind = SteadyModel if workload.steady else ExtendedModel
     return kind(workload, platform, kv_headroom)
+
+
+def _of_mean_trajectories(workload: WorkloadProfile) -> WorkloadProfile:
+    """S̄ turns and the environment time of as many: no batch ends here, so the slowest trajectory's are on no path."""
+    turns = work_turns(workload)
+    outside_s = turns * workload.turn_environment_s or workload.environment_s
+    return replace(workload, turns=turns, environment_s=outside_s, active_by_turn=())
 
 
 _SECONDS = tuple(name for name in MakespanTerms._fields if name.endswith("_s"))
