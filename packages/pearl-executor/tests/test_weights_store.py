@@ -104,6 +104,24 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     store.publish(2, writer("2"))
 
 
+def test_a_version_that_is_not_on_record_is_given_to_nobody(tmp_path, monkeypatch):
+    """A full disk: whoever restarts finds the version before it, so nobody may have loaded this one."""
+    store = WeightStore(tmp_path, keep=1)
+    store.publish(1, writer("1"))
+    real = Path.replace
+
+    def full(self, target):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.publish(2, writer("2"))
+    assert store.newest().version == 1
+    monkeypatch.setattr(Path, "replace", real)
+    assert content(store.publish(2, writer("2 again"))) == "2 again"
+    assert store.versions() == WeightStore(tmp_path).versions() == (2,)
+
+
 def test_old_versions_go_unless_somebody_holds_or_needs_them(tmp_path):
     store = WeightStore(tmp_path, keep=2)
     store.publish(1, writer("1"))

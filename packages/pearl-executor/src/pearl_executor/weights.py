@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -88,15 +88,18 @@ class WeightStore:
             if size == 0:
                 raise WeightStoreError(f"weight version {version} would be empty; its writer wrote nothing")
             final = self._dir / f"v{version:08d}"
+            # Of an earlier try that ended before it was on record.
+            shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _sync_directory(self._dir)
         snapshot = WeightSnapshot(version=version, uri=str(final), bytes=size, checksum=checksum)
+        # Nobody loads, from another thread or after a full disk, what a restart would not find.
+        self._write_manifest({**self._snapshots, version: snapshot}, version)
         self._snapshots[version] = snapshot
         self._newest = version
-        self._write_manifest()
         self.prune()
         return snapshot
 
@@ -117,11 +120,10 @@ class WeightStore:
         removed = tuple(v for v in old if self._held[v] == 0 and v not in needed)
         if not removed:
             return ()
-        gone = [self._snapshots.pop(version) for version in removed]
         # The manifest first: a crash in between leaves stray folders, never an entry without its files.
-        self._write_manifest()
-        for snapshot in gone:
-            shutil.rmtree(snapshot.uri, ignore_errors=True)
+        self._write_manifest({v: s for v, s in self._snapshots.items() if v not in removed}, self._newest)
+        for version in removed:
+            shutil.rmtree(self._snapshots.pop(version).uri, ignore_errors=True)
         return removed
 
     def _check_version(self, version: int, checksum: str) -> WeightSnapshot | None:
@@ -162,10 +164,8 @@ class WeightStore:
             raise WeightStoreError(f"{path} names version {newest} as newest but does not list it")
         return snapshots, newest
 
-    def _write_manifest(self) -> None:
-        text = json.dumps(
-            {"newest": self._newest, "snapshots": [asdict(s) for s in self._snapshots.values()]}, indent=1
-        )
+    def _write_manifest(self, snapshots: Mapping[int, WeightSnapshot], newest: int | None) -> None:
+        text = json.dumps({"newest": newest, "snapshots": [asdict(s) for s in snapshots.values()]}, indent=1)
         partial = self._dir / f"{_PARTIAL}{_MANIFEST}"
         with partial.open("w") as file:
             file.write(text)
