@@ -26,7 +26,7 @@ from pearl_rl.rollout.pipeline_settings import PipelineSettings
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.testing import FakeTrainer, NumberedTasks
 from pearl_rl.rollout.training_gate import TrainingGate
-from pearl_state.events import GpusOffered, GpusReclaimed, WorkerFailed
+from pearl_state.events import GpusOffered, GpusReclaimed, WeightsPublished, WorkerFailed
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Role, Tenure
 from pearl_state.worker import GpuId
@@ -214,6 +214,37 @@ def test_idle_training_gpus_are_lent_and_come_back_before_each_update() -> None:
         return cluster
 
     assert run_virtual(main()).lent > 0
+
+
+@pytest.mark.parametrize("load", [0.5, 1.0, 1.5, 3.5], ids="{}_of_a_step".format)
+def test_workers_join_and_change_roles_however_long_a_load_takes_beside_a_training_step(load: float) -> None:
+    """Nobody is starved because weights are published faster than they are loaded, and the floor follows."""
+    step_s, steps = 8.0, 20
+
+    async def main():
+        cluster = Cluster(Borrowing.OFF, steps=1)
+        cluster.workers.script.slow("load_weights", load * step_s / 4.0)
+        control = asyncio.create_task(cluster.scheduler.run())
+        cluster.offer(2, 3, tenure=Tenure.RESERVED)
+        await asyncio.sleep(10 * step_s)
+        for version in range(1, steps + 1):
+            cluster.weights.publish(version)
+            cluster.scheduler.post(WeightsPublished(now_s=asyncio.get_running_loop().time(), version=version))
+            if version == 2:
+                cluster.offer(10, 11)
+            await asyncio.sleep(step_s)
+        table = cluster.scheduler.state.table
+        cluster.scheduler.stop()
+        await control
+        await cluster.router.aclose()
+        return table
+
+    table = run_virtual(main())
+    served = [table.rows[id_] for id_ in table.active()]
+    assert {gpu for row in served for gpu in row.gpus} == {2, 3, 10, 11}
+    oldest = min(row.weight_version for row in served)
+    assert steps - oldest <= 1 + 2 * load
+    assert table.floor_version == oldest
 
 
 @pytest.mark.parametrize("at", ["commit", "applied", "on_step"])

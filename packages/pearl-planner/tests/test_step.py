@@ -191,6 +191,40 @@ def test_a_group_is_admitted_at_the_version_published_while_it_started() -> None
     assert len(world.state.table.active()) == 2
 
 
+def test_who_joins_while_weights_are_published_is_admitted_no_staler_than_the_others_and_follows_them() -> None:
+    world = World(start(Borrowing.OFF))
+    world.post(offer(10, 11, tenure=Tenure.RESERVED))
+    world.settle()
+    world.post(offer(12))
+    world.answer(0, fail=False)
+    # The stage that admits has begun: version 1 comes before its answer.
+    world.post(events.WeightsPublished(now_s=1.0, version=1))
+    world.answer(0, fail=False)
+    joined = world.state.table.rows[WorkerId(4)]
+    assert (joined.lifecycle, joined.weight_version) == (Lifecycle.ACTIVE, 0)
+    (effect,) = (effect for effect in world.effects if isinstance(effect, SyncWeights))
+    assert (effect.workers, effect.version) == ((joined,), 1)
+    world.settle()
+    assert world.state.table.floor_version == 1
+
+
+def test_who_joins_with_older_weights_than_others_serve_waits_for_newer_ones() -> None:
+    world = World(start(Borrowing.OFF))
+    world.post(offer(10, 11, tenure=Tenure.RESERVED))
+    world.settle()
+    world.post(offer(12))
+    world.answer(0, fail=False)
+    world.post(events.WeightsPublished(now_s=1.0, version=1))
+    world.answer(1, fail=False)
+    assert len(world.state.table.active()) == 2
+    assert world.state.table.floor_version == 1
+    world.answer(0, fail=False)
+    assert len(world.state.table.active()) == 2
+    world.settle()
+    assert {world.state.table.rows[w].weight_version for w in world.state.table.active()} == {1}
+    assert len(world.state.table.active()) == 3
+
+
 def test_training_is_granted_only_after_every_borrowed_gpu_came_back() -> None:
     world = World(start())
     world.post(offer(10, 11, tenure=Tenure.RESERVED))

@@ -20,7 +20,7 @@ INVARIANTS = {
     "fixed_binding",
     "one_owner_per_gpu",
     "paired_roles",
-    "admitted_at_target",
+    "admitted_up_to_date",
     "no_stale_serving",
     "monotonic_versions",
     "incarnation_grows",
@@ -102,8 +102,11 @@ def broken_by_change(table: WorkerTable, changed: Iterable[Worker]) -> set[str]:
         if None not in versions and versions[1] < versions[0] and new.incarnation == old.incarnation:  # type: ignore[operator]
             broken.add("monotonic_versions")
         admitted = new.lifecycle is Lifecycle.ACTIVE and old.lifecycle is not Lifecycle.ACTIVE
-        if admitted and new.role is not Role.TRAINING and new.weight_version != table.target_version:
-            broken.add("admitted_at_target")
+        serving = [row for row in table.rows.values() if row.lifecycle is Lifecycle.ACTIVE]
+        newest = [row.weight_version or 0 for row in serving if row.role is not Role.TRAINING]
+        taken = range(max(newest, default=table.target_version), table.target_version + 1)
+        if admitted and new.role is not Role.TRAINING and new.weight_version not in {*taken, table.target_version}:
+            broken.add("admitted_up_to_date")
     return broken | broken_by_rows(replace(table, rows=after, incarnations=dict.fromkeys(after, 10**9)))
 
 
@@ -254,14 +257,17 @@ def test_prefill_never_serves_without_decode_nor_the_reverse() -> None:
     assert table.move([WorkerId(0), WorkerId(1)], Lifecycle.DRAINING).active() == ()
 
 
-def test_admission_needs_the_target_version_and_a_restart_reports_anew() -> None:
+def test_admission_needs_the_newest_weights_that_serve_and_a_restart_reports_anew() -> None:
     """radixark/miles#1724: a replacement engine must not serve with its checkpoint's weights."""
     table = activate(mixed_table(), 2).publish(57)
     table = table.move([WorkerId(5)], Lifecycle.STARTING).move([WorkerId(5)], Lifecycle.PENDING_WEIGHTS)
-    for version in (None, 0, 56, 58):
-        row = replace(table.rows[WorkerId(5)], weight_version=version, lifecycle=Lifecycle.ACTIVE)
-        with broken_invariant("admitted_at_target"):
-            table.update([row])
+    alone = table.move([WorkerId(2)], Lifecycle.DRAINING)
+    beside = table.report(WorkerId(2), 57)
+    for where, versions in ((table, (None, 0, 58)), (alone, (None, 1, 56, 58)), (beside, (None, 56, 58))):
+        for version in versions:
+            row = replace(where.rows[WorkerId(5)], weight_version=version, lifecycle=Lifecycle.ACTIVE)
+            with broken_invariant("admitted_up_to_date"):
+                where.update([row])
     table = table.report(WorkerId(5), 57).move([WorkerId(5)], Lifecycle.ACTIVE)
     restarted = table.move([WorkerId(5)], Lifecycle.FAILED).move([WorkerId(5)], Lifecycle.VACANT)
     assert restarted.rows[WorkerId(5)].weight_version is None

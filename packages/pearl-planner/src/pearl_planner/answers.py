@@ -8,7 +8,7 @@ from pearl_planner.policies import Observing
 from pearl_planner.reconcile import begin_stage, rows, wanted, withdraw
 from pearl_state import events
 from pearl_state.decision import SwitchKind
-from pearl_state.effects import CleanWorkers, GroupKind
+from pearl_state.effects import CleanWorkers, GroupKind, SyncWeights
 from pearl_state.errors import InvariantError
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.plan import Stage
@@ -109,12 +109,13 @@ def stage_applied(state: ElasticState, event: events.StageApplied) -> Step:
     state, effects = _settle_leavers(state, stage.leave - running.lost, event)
     state, more = _settle_survivors(state, event)
     state, admitted = _admit(state)
+    effects = (*effects, *more, *(_catch_up(state, stage.admit) if admitted else ()))
     last = running.stage + 1 == len(running.plan.stages)
     if last or not admitted or event.failed or running.overtaken:
-        return replace(state, running=None), (*effects, *more)
+        return replace(state, running=None), effects
     state = replace(state, running=replace(running, stage=running.stage + 1, lost=frozenset()))
     state, begun = begin_stage(state)
-    return state, (*effects, *more, *begun)
+    return state, (*effects, *begun)
 
 
 def _learn(state: ElasticState, stage: Stage, event: events.StageApplied) -> ElasticState:
@@ -185,7 +186,7 @@ def _admit(state: ElasticState) -> tuple[ElasticState, bool]:
     table, want = state.table, wanted(state)
     ready = running.lost.isdisjoint(ids) and all(
         table.rows[id_].lifecycle is Lifecycle.PENDING_WEIGHTS
-        and table.rows[id_].weight_version == table.target_version
+        and table.up_to_date(table.rows[id_].weight_version)
         and id_ in want
         for id_ in ids
     )
@@ -196,6 +197,13 @@ def _admit(state: ElasticState) -> tuple[ElasticState, bool]:
     except InvariantError:
         # Someone else of the pair was lost meanwhile: they stand by, and the next plan takes them in.
         return state, False
+
+
+def _catch_up(state: ElasticState, admitted: frozenset[WorkerId]) -> tuple[SyncWeights, ...]:
+    """Bring those just admitted to what was published while they loaded, beside all others who serve."""
+    table = state.table
+    behind = tuple(row for row in rows(state, admitted) if row.weight_version != table.target_version)
+    return (SyncWeights(workers=behind, version=table.target_version),) if behind else ()
 
 
 def worker_failed(state: ElasticState, event: events.WorkerFailed) -> Step:

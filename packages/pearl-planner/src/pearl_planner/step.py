@@ -69,15 +69,16 @@ def _weights_published(state: ElasticState, event: events.WeightsPublished) -> S
 
 
 def _weights_reported(state: ElasticState, event: events.WeightsReported) -> Step:
-    """Once everybody who serves holds the target version, nothing older may serve any more."""
+    """What is older than the weights of all who serve may not serve any more."""
     row = state.table.rows.get(event.worker)
     if row is None or row.incarnation != event.incarnation or not row.holds_gpu:
         return state, ()
     if row.weight_version is not None and event.version < row.weight_version:
         return state, ()
     table = state.table.report(event.worker, event.version)
-    if all(table.rows[id_].weight_version == table.target_version for id_ in table.active()):
-        table = table.raise_floor(table.target_version)
+    if not any(table.rows[id_].weight_version == table.floor_version for id_ in table.active()):
+        oldest = min((table.rows[id_].weight_version or 0 for id_ in table.active()), default=table.target_version)
+        table = table.raise_floor(min(oldest, table.target_version))
     return replace(state, table=table), ()
 
 

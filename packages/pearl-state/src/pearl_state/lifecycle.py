@@ -68,7 +68,7 @@ TRANSITIONS: Final[dict[tuple[Lifecycle, Lifecycle], str]] = {
     (Lifecycle.STARTING, Lifecycle.RELEASED): "gated start: an overlap worker parks until it is first borrowed",
     (Lifecycle.STARTING, Lifecycle.VACANT): "the expansion was cancelled and the process cleaned up",
     (Lifecycle.STARTING, Lifecycle.DRAINING): "the expansion is cancelled; cleaning takes a while",
-    (Lifecycle.PENDING_WEIGHTS, Lifecycle.ACTIVE): "it reported the target weight version and was admitted",
+    (Lifecycle.PENDING_WEIGHTS, Lifecycle.ACTIVE): "it reported weights no older than any that serve and was admitted",
     (Lifecycle.PENDING_WEIGHTS, Lifecycle.DRAINING): "cancelled before admission; it must give its memory back",
     (Lifecycle.PENDING_WEIGHTS, Lifecycle.VACANT): "the expansion was cancelled and the process cleaned up",
     (Lifecycle.PENDING_WEIGHTS, Lifecycle.RELEASED): "a borrow was cancelled; rolled back to retention",

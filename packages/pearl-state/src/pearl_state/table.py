@@ -9,7 +9,9 @@ Invariants (the names that `InvariantError.invariant` carries):
   becomes a rollout worker, nor the reverse.
 - `one_owner_per_gpu`: at most one worker holds a GPU's memory. Hence training never runs on a GPU that is lent out.
 - `paired_roles`: active prefill workers exist if and only if active decode workers do, at every instant.
-- `admitted_at_target`: a rollout worker becomes active only with the target weight version.
+- `admitted_up_to_date`: a rollout worker becomes active only with the target weight version or, while nobody serves
+  with that yet, with one no older than any that serves: admission never makes what serves older, and who loads as long
+  as training takes for an update is not kept out for ever.
 - `no_stale_serving`: an active rollout worker's version is at least `floor_version`.
 - `monotonic_versions`: target, floor and each process's reported version never go back.
 - `incarnation_grows`: each start of a process in a slot has a higher incarnation than all before it.
@@ -101,6 +103,17 @@ class WorkerTable:
     def training(self) -> tuple[WorkerId, ...]:
         """Ids of all training workers, in slot order."""
         return self.where(role=Role.TRAINING)
+
+    @cached_property
+    def newest_serving(self) -> int | None:
+        """The newest weight version that an active rollout worker reported; None where nobody serves."""
+        return max((self.rows[id_].weight_version or 0 for id_ in self.active()), default=None)
+
+    def up_to_date(self, version: int | None) -> bool:
+        """Whether a worker with weights of `version` may be admitted (`admitted_up_to_date`)."""
+        if version is None or version >= self.target_version:
+            return version == self.target_version
+        return self.newest_serving is not None and version >= self.newest_serving
 
     @property
     def configuration(self) -> Configuration:
@@ -295,10 +308,12 @@ class WorkerTable:
                     "no_stale_serving",
                     f"worker {new.id} serves version {new.weight_version} below floor {self.floor_version}",
                 )
-        elif new.weight_version != self.target_version:
+        elif not self.up_to_date(new.weight_version):
+            serving = "nobody serves" if self.newest_serving is None else f"{self.newest_serving} serves"
             raise InvariantError(
-                "admitted_at_target",
-                f"worker {new.id} is admitted with version {new.weight_version}, target {self.target_version}",
+                "admitted_up_to_date",
+                f"worker {new.id} is admitted with version {new.weight_version}, target {self.target_version},"
+                f" {serving}",
             )
 
 
