@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pearl_planner.catalog import find_profile
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
 from pearl_planner.policies import colocated_elastic, pearl
 from pearl_planner.step import step
@@ -17,17 +18,8 @@ from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import ROLLOUT_ROLES, Tenure
 from pearl_state.worker import GpuId
 
-WORKLOAD = WorkloadProfile(
-    batch=64, turns=16, new_prompt_tokens=1700, response_tokens=70, bubble_ratio=0.5, environment_s=60
-)
-PLATFORM = PlatformProfile(
-    decode_fixed_s=0.0065,
-    decode_per_sequence_s=0.00036,
-    prefill_per_token_s=20e-6,
-    kv_bytes_per_token=147456,
-    transfer_bytes_per_s=80e9,
-    overhead_per_turn_s=0.5,
-)
+PROFILE = find_profile("swe-32k")
+WORKLOAD, PLATFORM = WorkloadProfile(**PROFILE.workload), PlatformProfile(**PROFILE.platform)
 
 
 def start(most: int, policy=None) -> ElasticState:
