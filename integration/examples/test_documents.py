@@ -33,6 +33,9 @@ ELSEWHERE = {
     "curl -s localhost:8400/v1/choose -d '{\"workers\": 8}'": "test_guest.py asks the service this",
     "ray job submit --address http://127.0.0.1:8265 --working-dir . -- uv run pearl-rl train "
     "docs/cluster/qwen3-8b-swe.toml --runtime ray --address auto": "test_cluster_documents.py, and nox -s ray",
+    "uv run python integration/guests/public_files.py verl=../verl slime=../slime roll=../ROLL areal=../AReaL": (
+        "needs clones of others; test_public_files.py walks some of its own"
+    ),
     "uv venv /opt/sglang": "nox -s sglang makes such an environment",
     "uv pip install --python /opt/sglang/bin/python sglang==0.5.23 mooncake-transfer-engine": "nox -s sglang does",
 }

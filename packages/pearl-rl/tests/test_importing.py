@@ -233,7 +233,17 @@ def test_the_model_is_a_folder_that_exists_or_the_one_given(tmp_path: Path) -> N
         ("roll", "job.sh", ROLL, "configured by YAML"),
         ("roll", "job.yaml", "a: [1", "not valid YAML"),
         ("roll", "job.yaml", "- 1\n", "holds no YAML mapping"),
-        ("areal", "job.yaml", "gconfig: {temperature: -1}\n", "rollout.temperature"),
+        ("areal", "job.yaml", "gconfig: {temperature: -1}\n", "gives no valid settings: rollout.temperature"),
+        ("verl", "job.yaml", "data: {train_batch_size: 8}\noptim: {lr: 1}\n", "no key of a job that rolls out"),
+        (
+            "verl",
+            "run.sh",
+            "python -m verl.trainer.main_generation data.n_samples=1 data.train_batch_size=8",
+            "rolls out",
+        ),
+        ("slime", "run.sh", "python train.py --rollout-batch-size 8 --loss-type sft_loss", "rolls out with slime"),
+        ("roll", "job.yaml", "sft_train: {a: 1}\nmax_steps: 5\n", "rolls out with ROLL (actor_train.*, actor_infer.*)"),
+        ("areal", "job.yaml", "actor: {path: x}\ntrain_dataset: {batch_size: 8}\n", "rolls out with AReaL"),
         ("trl", "job.yaml", "a: 1\n", "unknown framework; known: verl, slime, roll, areal"),
     ],
 )
@@ -246,6 +256,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out.toml").exists()
+
+
+@pytest.mark.parametrize("entry", ["verl.trainer.main_ppo", "recipe.dapo.main_dapo"])
+def test_the_job_is_read_and_not_what_a_script_does_with_the_weights_afterwards(entry: str) -> None:
+    script = (
+        f"python3 -m {entry} actor_rollout_ref.rollout.n=16\npython3 -m verl.model_merger merge --backend fsdp x=1\n"
+    )
+    assert verl.read(verl.overrides(script), None).settings["train.group_size"] == 16
 
 
 def test_a_missing_file_and_one_that_is_no_text_are_one_line(tmp_path: Path) -> None:
@@ -368,6 +386,14 @@ def test_a_value_only_a_shell_knows_is_named_with_what_to_set_instead() -> None:
     )
     assert "train.learning_rate" not in found.settings
     assert any(line.startswith("lr: ") and "set train.learning_rate by hand" in line for line in found.unsupported)
+
+
+def test_half_of_what_belongs_together_is_named() -> None:
+    group, response = areal.read({"gconfig.n_samples": 4}, None), roll.read({"response_length": 512}, None)
+    assert "train.group_size" not in group.settings
+    assert any("set train.groups_per_step and train.group_size by hand" in line for line in group.unsupported)
+    assert "rollout.max_new_tokens" not in response.settings
+    assert any("set model.max_context_tokens and rollout.max_new_tokens" in line for line in response.unsupported)
 
 
 def test_a_value_beyond_ours_becomes_the_nearest_and_is_named() -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -40,33 +41,46 @@ _GPU_JOB: Final[Mapping[str, tuple[Scalar, str]]] = {
 }
 """What the default job, which runs on a laptop, has otherwise."""
 
-_READERS: Final[Mapping[str, tuple[Callable[[str], Flat] | None, Callable[[Flat, str | None], Imported]]]] = {
-    "verl": (verl.overrides, verl.read),
-    "slime": (slime.flags, slime.read),
-    "roll": (None, roll.read),
-    "areal": (None, areal.read),
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    script: Callable[[str], Flat] | None
+    """Of launch scripts; None where it is configured by YAML alone."""
+    rolls_out: Callable[[Flat], bool]
+    mapping: Callable[[Flat, str | None], Imported]
+    job: str
+    """Keys that a job with rollout has."""
+
+
+_READERS: Final[Mapping[str, _Reader]] = {
+    "verl": _Reader(verl.overrides, verl.rolls_out, verl.read, "actor_rollout_ref.*"),
+    "slime": _Reader(slime.flags, slime.rolls_out, slime.read, "--rollout-* without --loss-type sft_loss"),
+    "roll": _Reader(None, roll.rolls_out, roll.read, "actor_train.*, actor_infer.*"),
+    "areal": _Reader(None, areal.rolls_out, areal.read, "rollout.*, gconfig.*"),
 }
-"""Framework → reader of its launch scripts, if it has such, and the mapping."""
 
 
 def read_configuration(framework: str, path: Path, model_path: str | None) -> Imported:
     """Read a launch script or YAML file. Raises `SettingsError` with one line."""
     if framework not in NAMES:
         raise SettingsError(f"import {framework[:40]}: unknown framework; known: {', '.join(NAMES)}")
-    script, mapping = _READERS[framework]
+    reader = _READERS[framework]
     text = read_text(path)
     if path.suffix in (".yaml", ".yml"):
         flat = read_yaml(text, path)
-    elif script is None:
-        raise SettingsError(f"{path}: {framework} is configured by YAML; give its .yaml file")
+    elif reader.script is None:
+        raise SettingsError(f"{path}: {NAMES[framework]} is configured by YAML; give the .yaml file that the job reads")
     else:
-        flat = script(text)
+        flat = reader.script(text)
     if not flat:
         what = f"holds no command that starts reinforcement learning with {NAMES[framework]}, with arguments"
         raise SettingsError(f"{path}: {what}")
-    found = mapping(flat, model_path)
+    found = reader.mapping(flat, model_path)
     if not found.recognized:
-        raise SettingsError(f"{path}: none of its {len(flat)} keys is one of {framework}")
+        raise SettingsError(f"{path}: none of its {len(flat)} keys is one of {NAMES[framework]}")
+    if not reader.rolls_out(flat):
+        what = f"has no key of a job that rolls out with {NAMES[framework]} ({reader.job})"
+        raise SettingsError(f"{path}: {what}; fine-tuning, generation and parts of a configuration cannot be imported")
     for key, (value, why) in _GPU_JOB.items():
         if key not in found.settings:
             found.put(key, value, why)
@@ -91,7 +105,7 @@ def run_import(framework: str, path: Path, *, output: Path | None, model_path: s
     try:
         load_settings(None, overrides)
     except SettingsError as error:
-        raise SettingsError(f"{path}: gives no valid settings: {error}") from None
+        raise SettingsError(f"{path}: gives no valid settings: {str(error).removeprefix('--set: ')}") from None
     text = to_toml(found, path)
     if output is not None:
         write_text(output, text)

@@ -113,6 +113,11 @@ def pools(mode: str) -> tuple[str, str]:
     return serves, trains
 
 
+def rolls_out(flat: Flat) -> bool:
+    """Whether the job rolls out; fine-tuning, reward models and preferences do not."""
+    return any(key.startswith(("gconfig.", "rollout.")) for key in flat)
+
+
 def read(flat: Flat, model_path: str | None) -> Imported:
     """AReaL's keys into ours."""
     out = Imported("areal")

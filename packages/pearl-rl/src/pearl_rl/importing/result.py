@@ -213,6 +213,8 @@ def put_estimator(out: Imported, source: Source, key: str) -> None:
 def put_batch(out: Imported, *, groups: int | None, group: int | None, updates: int | None, keys: str) -> None:
     """GRPO groups of a step and their size; `updates` optimizer updates a step."""
     if not groups or not group:
+        if groups or group:
+            out.drop(keys, "not both are said; set train.groups_per_step and train.group_size by hand")
         return
     if group < 2:
         out.drop(keys, f"groups of {group}: GRPO compares at least 2 trajectories of a task; 2 are used")
@@ -229,6 +231,8 @@ def put_lengths(out: Imported, *, context: int | None, response: int | None, key
     if context:
         out.put("model.max_context_tokens", context, keys)
         out.put("engine.kv_tokens", max(32_768, context), "at least one trajectory")
+    elif response:
+        out.drop(keys, "no longest context is said; set model.max_context_tokens and rollout.max_new_tokens by hand")
     if response and context:
         if response >= context:
             out.drop(keys, f"responses of {response} tokens leave no room in {context}; {context // 2} are used")

@@ -111,6 +111,11 @@ _DEFAULTS: Final[Mapping[str, Scalar]] = {
 """Of ROLL's configuration classes."""
 
 
+def rolls_out(flat: Flat) -> bool:
+    """Whether the job rolls out; fine-tuning, distillation and lists of environments do not."""
+    return any(key.startswith(("actor_infer.", "actor_train.")) for key in flat)
+
+
 def read(flat: Flat, model_path: str | None) -> Imported:
     """ROLL's keys into ours."""
     out = Imported("roll")

@@ -169,6 +169,12 @@ def flags(text: str) -> Flat:
     return {_FILE: command.entry, **flat} if flat else {}
 
 
+def rolls_out(flat: Flat) -> bool:
+    """Whether the job rolls out; fine-tuning, which slime calls a kind of rollout, does not."""
+    tuned = str(flat.get("loss-type", "")).startswith("sft")
+    return not tuned and any(key.startswith(("rollout-", "n-samples-per-prompt")) for key in flat)
+
+
 def read(flat: Flat, model_path: str | None) -> Imported:
     """slime's flags into our settings."""
     out = Imported("slime")

@@ -22,7 +22,7 @@ from pearl_rl.importing.result import (
 from pearl_rl.importing.shell import training_command
 from pearl_rl.importing.tree import Flat
 
-_ENTRY = re.compile(r"^verl\.(?!.*sft)|main_ppo|fully_async_main|^main_\w+\.py$")
+_ENTRY = re.compile(r"^verl\.(?!.*sft|model_merger)|main_ppo|fully_async_main|^recipe\..*main_\w+$|^main_\w+\.py$")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _V1 = "trainer.v1"
@@ -143,6 +143,11 @@ def overrides(text: str) -> Flat:
         elif equals and not key.startswith("-"):
             flat[key] = None if value in ("null", "None", "~") else value
     return {_MODULE: command.entry, **flat} if flat else {}
+
+
+def rolls_out(flat: Flat) -> bool:
+    """Whether the job rolls out; fine-tuning and generation alone do not."""
+    return any(key.startswith(("actor_rollout_ref.", "async_training.")) for key in flat)
 
 
 def read(flat: Flat, model_path: str | None) -> Imported:
