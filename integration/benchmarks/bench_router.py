@@ -72,7 +72,7 @@ async def decisions_per_s(roles, count):
         progress = Progress(call, homes[call.trajectory], loop.time())
         route = serving.choose(progress.home, progress.context_tokens, loop.time())
         attempt = Attempt(progress, route, 0, in_flight)
-        in_flight.enter(attempt, homed=True)
+        in_flight.enter(attempt, homed=True, reuse=1.0)
         attempt.on_chunk(chunk)
         running.append(attempt)
         if len(running) >= IN_FLIGHT:

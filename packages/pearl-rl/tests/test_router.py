@@ -22,7 +22,7 @@ from pearl_executor.ports import (
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.rollout.calls import FailureCause, GenerationFailedError, ModelCall, TurnResult
 from pearl_rl.rollout.router import Router, RouterLimits
-from pearl_rl.rollout.serving import Home, ServingLimits, ServingSet, Slot
+from pearl_rl.rollout.serving import Home, Reuse, ServingLimits, ServingSet, Slot
 from pearl_rl.rollout.testing import (
     FakeGeneration,
     FakeRequest,
@@ -120,6 +120,49 @@ def test_a_trajectory_leaves_its_worker_once_that_is_much_busier_than_another() 
         assert (second.count((0,)), second.count((1,))) == (4, 2)
 
     run_virtual(main())
+
+
+def test_a_prefix_that_caches_are_found_not_to_hold_keeps_no_trajectory_at_a_busier_worker() -> None:
+    async def main(cached: int) -> int:
+        port = FakeGeneration()
+        port.cached_tokens = cached
+        router = Router(port, RouterLimits(serving=ServingLimits(affinity_slack=2.0, affinity_slack_ratio=0.0)))
+        table = serving_table([C])
+        router.apply(table)
+        for i in range(2):
+            router.begin(TrajectoryId(f"t{i:08d}"))
+        for turn in range(12):
+            await asyncio.gather(*(router.generate(call(i, turn)) for i in range(2)))
+        router.apply(
+            admit(table.bind(Worker(id=WorkerId(1), gpus=frozenset({1}), role=C, zone=table.rows[0].zone)), [1])
+        )
+        await asyncio.gather(*(router.generate(call(i, 12)) for i in range(2)))
+        return served(port)[24:].count((1,))
+
+    assert run_virtual(main(cached=1000)) == 0
+    assert run_virtual(main(cached=0)) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 2000)), max_size=100))
+def test_what_a_prefix_is_worth_is_a_fraction_and_all_until_calls_show_otherwise(calls: list[tuple[int, int]]) -> None:
+    reuse, fixed = Reuse(), Reuse(0.3)
+    for held, cached in calls:
+        reuse.observe(held, cached)
+        fixed.observe(held, cached)
+        assert 0.0 <= reuse.fraction <= 1.0
+    assert fixed.fraction == 0.3
+    if sum(held > 0 for held, _ in calls) < 10:
+        assert reuse.fraction == 1.0
+
+
+def test_what_a_prefix_is_worth_follows_a_change() -> None:
+    reuse = Reuse()
+    for _ in range(1000):
+        reuse.observe(100, 100)
+    assert reuse.fraction == pytest.approx(1.0)
+    for _ in range(2000):
+        reuse.observe(100, 20)
+    assert reuse.fraction == pytest.approx(0.2, abs=0.01)
 
 
 def test_a_full_worker_comes_last_even_where_the_prefix_is() -> None:

@@ -49,7 +49,7 @@ class Rollout:
         progress = Progress(call, self.homes[number], 0.0)
         route = self.serving.choose(progress.home, progress.context_tokens, 0.0)
         attempt = self.running[number] = Attempt(progress, route, 0, self.in_flight)
-        self.in_flight.enter(attempt, homed=True)
+        self.in_flight.enter(attempt, homed=True, reuse=1.0)
         self.prefilling.append(attempt)
         # What prefill has to compute, by worker: its load is this, and not how many requests it comes in.
         if route.prefill is not None:

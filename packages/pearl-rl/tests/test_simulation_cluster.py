@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from pearl_executor.virtual_time import run_virtual
 from pearl_rl.cli.app import app
 from pearl_rl.errors import ExitCode, SettingsError
+from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.simulation.archive import Archive
-from pearl_rl.simulation.batch_run import run_batch
+from pearl_rl.simulation.batch_run import RIGID_SLACK, run_batch
 from pearl_rl.simulation.cluster import SimulatedCluster, simulate
 from pearl_rl.simulation.experiments.bench import batch_scripts
 from pearl_rl.simulation.parameters import load_parameters
-from pearl_rl.simulation.policies import affinity_slack
+from pearl_rl.simulation.policies import serving_limits
 from pearl_rl.simulation.scenario import BUNDLED, load_scenario, scenario_from
 from pearl_state.configuration import Configuration
 from pearl_state.events import RolloutBegan
@@ -104,20 +105,22 @@ def test_borrowed_gpus_speed_up_a_pool_that_is_too_small() -> None:
 
 
 def test_rolls_trajectories_stay_with_their_workers_and_others_are_balanced() -> None:
-    slack = {
-        name: affinity_slack(small(policy={"name": name}), binds=True)
+    limits = {
+        name: serving_limits(small(policy={"name": name}), binds=True)
         for name in ("roll", "roll-large", "rlboost", "pearl")
     }
-    assert slack == {"roll": math.inf, "roll-large": math.inf, "rlboost": 2.0, "pearl": 2.0}
-    assert affinity_slack(small(policy={"name": "roll"}), binds=False) == 2.0
+    assert limits["roll"] == limits["roll-large"]
+    assert limits["roll"].affinity_slack == math.inf
+    assert limits["rlboost"] == limits["pearl"] == ServingLimits()
+    unbound = serving_limits(small(policy={"name": "roll"}), binds=False)
+    assert ServingLimits().affinity_slack < unbound.affinity_slack < math.inf
     cluster = SimulatedCluster(small(rollout={"batch": 24}, workload={"max_turns": 100, "max_context_tokens": 16_384}))
     scripts = batch_scripts(cluster, 1)[0]
     moved = {
-        bound: run_batch(scripts, Configuration.parse("4C"), cluster.worker_model(), bound=bound).moved_tokens
-        for bound in (False, True)
+        rigid: run_batch(scripts, Configuration.parse("4C"), cluster.worker_model(), rigid=rigid).moved_tokens
+        for rigid in (None, RIGID_SLACK, math.inf)
     }
-    assert moved[False] > 0
-    assert moved[True] == 0
+    assert moved[None] > moved[RIGID_SLACK] > moved[math.inf] == 0
 
 
 def test_memory_does_not_grow_with_the_length_of_a_run() -> None:

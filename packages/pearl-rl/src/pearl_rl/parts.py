@@ -81,12 +81,10 @@ def timeouts(settings: Settings) -> Timeouts:
 
 
 def router_limits(settings: Settings) -> RouterLimits:
-    """Bounds of the router. Prefixes move between workers where one is a few requests busier than another."""
+    """Bounds of the router."""
     serving = ServingLimits(
         capacity_sequences=settings.engine.max_running,
         capacity_tokens=settings.engine.kv_tokens,
-        affinity_slack=1.0,
-        affinity_slack_ratio=0.1,
     )
     return RouterLimits(
         serving=serving,

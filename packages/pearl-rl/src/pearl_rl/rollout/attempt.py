@@ -163,6 +163,7 @@ class Attempt:
         "context_tokens",
         "ending",
         "floor",
+        "held_tokens",
         "last_at_s",
         "live",
         "loop",
@@ -188,6 +189,7 @@ class Attempt:
         self.request = progress.request()
         self.context_tokens = len(self.request.prompt)
         self.queued_tokens = 0
+        self.held_tokens = 0
         self.floor = floor
         self.version = progress.home.version
         self.chunks: list[TokenChunk] = []

@@ -33,13 +33,17 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._attempts)
 
-    def enter(self, attempt: Attempt, homed: bool) -> None:
-        """Account for a request from its dispatch on; `homed`: remember that its prefix will be there."""
+    def enter(self, attempt: Attempt, homed: bool, reuse: float) -> None:
+        """Account for a request from its dispatch on; `homed`: remember that its prefix will be there.
+
+        `reuse`: part of what its worker should hold of its prompt that need not be computed again.
+        """
         progress, statistics, context_tokens = attempt.progress, self.statistics, attempt.context_tokens
         prefill, decode = attempt.route
         first = decode if prefill is None else prefill
         home = progress.home
-        attempt.queued_tokens = max(0, context_tokens - first.homes.get(home.trajectory, 0))
+        attempt.held_tokens = min(context_tokens, first.homes.get(home.trajectory, 0))
+        attempt.queued_tokens = context_tokens - int(reuse * attempt.held_tokens)
         first.queued_tokens += attempt.queued_tokens
         for slot in attempt.slots:
             slot.waiting += 1

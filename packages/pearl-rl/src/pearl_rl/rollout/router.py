@@ -264,7 +264,7 @@ class Router:
         """One attempt. The call's result, or None where it must go on elsewhere."""
         attempt = Attempt(progress, route, self.table.floor_version, self._in_flight)
         prefill, decode = route
-        self._in_flight.enter(attempt, homed=progress.home.trajectory in self._homes)
+        self._in_flight.enter(attempt, progress.home.trajectory in self._homes, self._serving.reuse.fraction)
         result: GenerateResult | None = None
         error: Exception | None = None
         try:
@@ -291,6 +291,7 @@ class Router:
         progress, decode, statistics = attempt.progress, attempt.route.decode, self.statistics
         progress.add_times(result)
         statistics.cached_tokens += result.cached_tokens
+        self._serving.reuse.observe(attempt.held_tokens, result.cached_tokens)
         statistics.duplicate_tokens += max(0, attempt.received - len(result.tokens))
         for slot in attempt.slots:
             if slot.failures:

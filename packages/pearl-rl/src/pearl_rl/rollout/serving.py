@@ -20,6 +20,8 @@ _MANY: Final = 64
 _LOOKED_AT: Final = 24
 """Beyond `_MANY` workers of a role only so many of them are compared for a call, in turn: the least loaded of 24 is
 hardly worse than that of all, and a choice costs the same however large the cluster is."""
+_FEW_CALLS: Final = 16
+_AVERAGED_CALLS: Final = 256
 _KEEPS_CACHE: Final = frozenset({Lifecycle.ACTIVE, Lifecycle.DRAINING, Lifecycle.PENDING_WEIGHTS})
 """A process that passes through these only was parked at most: what its prefix cache holds is still there."""
 
@@ -28,17 +30,17 @@ _KEEPS_CACHE: Final = frozenset({Lifecycle.ACTIVE, Lifecycle.DRAINING, Lifecycle
 class ServingLimits:
     """When a worker is passed over."""
 
-    affinity_slack: float = 2.0
+    affinity_slack: float = 1.0
     """A trajectory stays where its prefix is while that worker has at most this many more requests than the least
-    loaded one …"""
-    affinity_slack_ratio: float = 0.5
-    """… or this fraction more."""
+    loaded one, were all of the prefix of use there …"""
+    affinity_slack_ratio: float = 0.1
+    """… or this fraction more. Both are scaled by the part of a prefix that caches are found to hold (`Reuse`)."""
     capacity_sequences: int = 0
     """Requests that one worker holds at a time; 0 means unbounded. A full worker comes last, it is not refused."""
     capacity_tokens: int = 0
     """Context tokens whose KV one worker holds; 0 means unbounded."""
-    prefix_reuse: float = 1.0
-    """Part of a conversation's context that its next prompt repeats unchanged; the rest is computed again anywhere."""
+    prefix_reuse: float | None = None
+    """Part of a conversation's last context that is of use where it was computed; None: as calls show."""
     failures_to_block: int = 3
     """Failures in a row after which a worker gets nothing for `probe_s`, then one request that decides."""
     probe_s: float = 5.0
@@ -56,6 +58,35 @@ class WorkerLoad:
     """Context tokens of its requests."""
     cached_tokens: int
     """Context tokens of the trajectories whose prefix it served last: what would be prefilled again elsewhere."""
+
+
+@dataclass(slots=True, eq=False)
+class Reuse:
+    """What a prefix is worth: of the tokens that workers should hold of a trajectory, the part that they did.
+
+    A prompt that rewrites what came before repeats little of it, and a cache may have dropped it. Then there is less to
+    stay for. A moving average over calls, by tokens; all is of use until a few calls showed something else.
+    """
+
+    fixed: float | None = None
+    """Not measured but given."""
+    _held: float = 0.0
+    _found: float = 0.0
+    _calls: int = 0
+
+    @property
+    def fraction(self) -> float:
+        """In [0, 1]."""
+        if self.fixed is not None:
+            return self.fixed
+        return min(1.0, self._found / self._held) if self._calls >= _FEW_CALLS else 1.0
+
+    def observe(self, held_tokens: int, cached_tokens: int) -> None:
+        """A worker that should hold `held_tokens` of a prompt had `cached_tokens` of it. Nothing held says nothing."""
+        if held_tokens > 0:
+            self._calls += 1
+            self._held += held_tokens - self._held / _AVERAGED_CALLS
+            self._found += cached_tokens - self._found / _AVERAGED_CALLS
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +193,7 @@ class ServingSet:
 
     def __init__(self, limits: ServingLimits) -> None:
         self._limits = limits
+        self.reuse = Reuse(limits.prefix_reuse)
         self._slots: dict[WorkerId, Slot] = {}
         self.table = WorkerTable()
         self.colocated: list[Slot] = []
@@ -356,7 +388,9 @@ class ServingSet:
                 best, best_key = slot, key
         if best is None or home is None or not home_usable or (home_full and not best_key[0]):
             return best
-        slack = max(self._limits.affinity_slack, self._limits.affinity_slack_ratio * best_key[1])
+        limits = self._limits
+        slack = max(limits.affinity_slack * home.share, limits.affinity_slack_ratio * best_key[1])
+        slack *= self.reuse.fraction
         return home if home.load <= best_key[1] + slack else best
 
     def _best_pair(
@@ -374,14 +408,14 @@ class ServingSet:
         decodable = [slot.version for slot in decode if self._usable(slot, home.version, now_s, avoid)]
         if not decodable:
             return None
-        newest = max(decodable)
+        newest, reuse = max(decodable), self.reuse.fraction
         chosen: Slot | None = None
         chosen_key = (math.inf, math.inf, 0)
         for slot in prefill:
             if slot.version > newest or not self._usable(slot, home.version, now_s, avoid):
                 continue
             # Waiting behind others' tokens and computing a cached prefix again cost the same: tokens.
-            cached = self._limits.prefix_reuse * min(slot.homes.get(home.trajectory, 0), context_tokens)
+            cached = reuse * min(slot.homes.get(home.trajectory, 0), context_tokens)
             key = ((slot.queued_tokens + context_tokens - cached) * slot.share, slot.load, slot.home_tokens)
             if key < chosen_key:
                 chosen, chosen_key = slot, key

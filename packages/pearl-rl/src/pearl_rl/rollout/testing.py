@@ -112,6 +112,8 @@ class FakeGeneration:
         self.aborted: list[tuple[WorkerId, str]] = []
         self.abort_error: Exception | None = None
         self.abort_s = 0.0
+        self.cached_tokens = 0
+        """Of each prompt, as far as it is that long."""
         self.stream = True
         """Whether tokens are handed on as they are drawn, or only with the result."""
 
@@ -177,6 +179,7 @@ class FakeGeneration:
             queue_s=0.0,
             prefill_s=self.prefill_s,
             decode_s=self.token_s * len(record.tokens),
+            cached_tokens=min(self.cached_tokens, len(record.request.prompt)),
         )
 
     async def _draw(self, record: FakeRequest, on_chunk: OnChunk) -> Finish:

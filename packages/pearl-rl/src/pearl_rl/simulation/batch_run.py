@@ -5,10 +5,11 @@ times faster. Trajectories stay where their prefix is unless that worker is much
 """
 
 import heapq
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
+from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.simulation.engine import Engine, IterationCosts
 from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
@@ -19,7 +20,10 @@ from pearl_state.roles import Role
 from pearl_state.samples import EngineSamples
 from pearl_state.worker import WorkerId
 
-_SLACK, _SLACK_RATIO = 2.0, 0.25
+RIGID_SLACK: Final = 2.0
+RIGID_RATIO: Final = 0.25
+"""Requests, and part of them, by which ROLL's workers may differ before a trajectory moves, where it is not bound."""
+_LIMITS: Final = ServingLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +101,12 @@ class _BatchRun:
         stable_fraction: float,
         configuration: Configuration,
         model: WorkerModel,
-        *,
-        bound: bool,
+        slack: float,
+        slack_ratio: float,
+        reuse: float,
     ) -> None:
         self._model = model
-        self._slack = math.inf if bound else _SLACK
+        self._slack, self._slack_ratio, self._reuse = slack, slack_ratio, reuse
         self._stable = stable_fraction
         self._links = KvLinks(model.link_bytes_per_s, model.link_latency_s)
         roles = [Role.PREFILL] * configuration.prefill + [Role.DECODE] * configuration.decode
@@ -215,7 +220,7 @@ class _BatchRun:
         home = play.decode
         if home >= 0:
             least = self.workers[best].load
-            if self.workers[home].load <= least + max(self._slack, _SLACK_RATIO * least):
+            if self.workers[home].load <= least + max(self._slack, self._slack_ratio * least):
                 return home
             self.workers[home].cached.pop(play.number, None)
         self.workers[best].cached[play.number] = play.context
@@ -295,11 +300,12 @@ def run_batch(
     model: WorkerModel,
     *,
     stable_fraction: float = 1.0,
-    bound: bool = False,
+    rigid: float | None = None,
 ) -> BatchOutcome:
     """Play `scripts` from an empty cluster of `configuration` until the last one ends.
 
-    With `bound` each trajectory stays on the worker that it began on, as in ROLL.
+    A trajectory moves between workers as in production. With `rigid` it stays whatever its prefix is worth, until its
+    worker has so many more requests than the least loaded one (or a quarter more); infinity binds it for good, as ROLL.
 
     Raises `ValueError` for a configuration without workers, or a trajectory that no engine can hold.
     """
@@ -307,4 +313,7 @@ def run_batch(
         raise ValueError("a batch needs at least one worker")
     if not scripts:
         raise ValueError("a batch needs at least one trajectory")
-    return _BatchRun(scripts, stable_fraction, configuration, model, bound=bound).run()
+    slack, ratio, reuse = _LIMITS.affinity_slack, _LIMITS.affinity_slack_ratio, stable_fraction
+    if rigid is not None:
+        slack, ratio, reuse = rigid, RIGID_RATIO, 1.0
+    return _BatchRun(scripts, stable_fraction, configuration, model, reuse * slack, reuse * ratio, reuse).run()

@@ -31,7 +31,6 @@ from pearl_rl.rollout.continuous import pipeline_class
 from pearl_rl.rollout.pipeline_settings import PipelineSettings, RolloutTimeoutError
 from pearl_rl.rollout.recorded_generation import RecordedGeneration
 from pearl_rl.rollout.router import Router, RouterLimits
-from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.rollout.training_gate import TrainingGate
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.simulation.agent import SimulatedAgent
@@ -46,10 +45,10 @@ from pearl_rl.simulation.oracle import MOST_WORKERS, OraclePolicy, first_batches
 from pearl_rl.simulation.outcome import EngineTotals, SimulationCounts, SimulationResult
 from pearl_rl.simulation.parameters import Parameters, load_parameters
 from pearl_rl.simulation.policies import (
-    affinity_slack,
     injection,
     policy_setup,
     readiness,
+    serving_limits,
     straggler_patience,
     task_gate,
 )
@@ -206,11 +205,7 @@ class SimulatedCluster:
         router = Router(
             runtime if folder is None else RecordedGeneration(runtime, folder.record_request),
             RouterLimits(
-                serving=ServingLimits(
-                    affinity_slack=affinity_slack(scenario, binds=parameters.routing.roll_binds),
-                    affinity_slack_ratio=0.25,
-                    prefix_reuse=self.workload.stable_fraction,
-                ),
+                serving=serving_limits(scenario, binds=parameters.routing.roll_binds),
                 no_worker_s=86_400.0,
                 stall_s=7200.0,
             ),

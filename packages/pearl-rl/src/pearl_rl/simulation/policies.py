@@ -16,7 +16,9 @@ from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.rollout.pipeline_settings import Injection
 from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router
+from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits, batching_gate
+from pearl_rl.simulation.batch_run import RIGID_RATIO, RIGID_SLACK
 from pearl_rl.simulation.scenario import Scenario
 from pearl_state.configuration import Configuration
 from pearl_state.events import Event
@@ -103,13 +105,16 @@ def readiness(scenario: Scenario, post: Callable[[Event], None]) -> ReadinessMon
 _BOUND = frozenset({"roll", "roll-large"})
 
 
-def affinity_slack(scenario: Scenario, *, binds: bool) -> float:
-    """How many more requests a trajectory's worker may have before the trajectory moves.
+def serving_limits(scenario: Scenario, *, binds: bool) -> ServingLimits:
+    """When a trajectory moves to another worker: elastic systems balance by what its prefix is worth, as production.
 
-    ROLL binds each environment to a worker with its first request, for good (`RequestScheduler`, `src_rank2_dp_rank`);
-    elastic systems balance. `binds`: whether that is simulated.
+    ROLL binds each environment to a worker with its first request, for good (`RequestScheduler`, `src_rank2_dp_rank`)
+    where `binds` says that this is simulated. Where not, it balances too, whatever a prefix is worth.
     """
-    return math.inf if binds and scenario.policy.name in _BOUND else 2.0
+    if scenario.policy.name not in _BOUND:
+        return ServingLimits()
+    slack = math.inf if binds else RIGID_SLACK * scenario.tp
+    return ServingLimits(affinity_slack=slack, affinity_slack_ratio=RIGID_RATIO, prefix_reuse=1.0)
 
 
 _PATIENCE = 0.1

@@ -1,5 +1,6 @@
 """Runs the simulations that experiments ask for, each once, on one or several processes."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from statistics import fmean
 from typing import Any, Protocol, TypeVar, cast
 
 from pearl_rl.rollout.environments.protocol import Task
-from pearl_rl.simulation.batch_run import BatchOutcome, run_batch
+from pearl_rl.simulation.batch_run import RIGID_SLACK, BatchOutcome, run_batch
 from pearl_rl.simulation.cluster import SimulatedCluster, simulate
 from pearl_rl.simulation.outcome import SimulationResult
 from pearl_rl.simulation.scenario import Scenario, scenario_from
@@ -182,8 +183,8 @@ def _batches(job: BatchJob) -> BatchSummary:
     if job.alone:
         sets = [[script] for scripts in sets for script in scripts]
     model, stable = cluster.worker_model(), cluster.workload.stable_fraction
-    bound = job.bound and cluster.parameters.routing.roll_binds
-    outcomes = [run_batch(scripts, configuration, model, stable_fraction=stable, bound=bound) for scripts in sets]
+    rigid = math.inf if job.bound and cluster.parameters.routing.roll_binds else RIGID_SLACK
+    outcomes = [run_batch(scripts, configuration, model, stable_fraction=stable, rigid=rigid) for scripts in sets]
     prefill_s, decode_s = sum(o.prefill_s + o.switch_s for o in outcomes), sum(o.decode_s for o in outcomes)
     computed, generated = sum(o.prefill_tokens for o in outcomes), sum(o.generated_tokens for o in outcomes)
     return BatchSummary(
