@@ -197,6 +197,14 @@ def test_a_backend_that_cannot_change_roles_is_refused():
         SglangOptions(interpreter=(), model_dir="/model")
 
 
+def test_a_server_is_held_to_an_address_not_to_a_name():
+    """What listens is known to the kernel by addresses: nothing could be compared with a name."""
+    assert replace(OPTIONS, host="::1").host == "::1"
+    for host in ("localhost", "node-7", "0::1", ""):
+        with pytest.raises(ValueError, match="is no IP address"):
+            replace(OPTIONS, host=host)
+
+
 def test_without_stop_tokens_the_models_end_token_is_a_token_like_any_other():
     asked = GenerateRequest(rid="r", prompt=(1, 2), max_new_tokens=3)
     assert bodies.generate(asked)["sampling_params"]["ignore_eos"] is True

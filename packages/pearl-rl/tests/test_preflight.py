@@ -127,6 +127,18 @@ def test_ray_is_asked_for_only_where_the_job_runs_on_it(monkeypatch):
             ],
             "write it as NAME=VALUE",
         ),
+        *(
+            (
+                [
+                    "device.paced=false",
+                    'engine.sglang.interpreter=["python"]',
+                    "engine.kind=sglang",
+                    f'engine.sglang.host="{host}"',
+                ],
+                f'"{host}" is no IP address',
+            )
+            for host in ("localhost", "0::1")
+        ),
     ],
 )
 def test_settings_of_sglang_that_contradict_each_other_are_refused(overrides, words):

@@ -16,7 +16,7 @@ class SglangSettings(Section):
         "{name} and {gpus} stand for the worker's name and GPUs"
     )
     kill_command: list[str] = Field(description="command that ends a container after its client was killed")
-    host: str = Field(min_length=1, description="address that servers listen on and are reached at")
+    host: str = Field(min_length=1, description="IP address that servers listen on and are reached at")
     open_ports: bool = Field(
         description="whether a server may listen on addresses other than loopback and host; else it is ended for it"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from pearl_executor.engines.sglang.options import is_address
 from pearl_rl.settings.control import ControlSettings
 from pearl_rl.settings.job import (
     EnvironmentSettings,
@@ -284,6 +285,12 @@ def _sglang(settings: Settings) -> Iterator[Contradiction]:
         yield Contradiction(
             ("engine.sglang.interpreter", "engine.kind"),
             'workers need a Python that has SGLang; use engine.sglang.interpreter=["/path/to/python"]',
+        )
+    if not is_address(engine.sglang.host):
+        yield Contradiction(
+            ("engine.sglang.host",),
+            f'engine.sglang.host="{engine.sglang.host}" is no IP address, and servers are held to one; use one like '
+            '"127.0.0.1"',
         )
     if settings.device.paced:
         yield Contradiction(

@@ -1,5 +1,6 @@
 """What a person chooses about SGLang workers. No I/O here."""
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,11 +86,24 @@ class SglangOptions:
         """Raise `ValueError` for what no worker could be started with."""
         if not self.interpreter:
             raise ValueError("engine.sglang.interpreter is empty: name the Python that has SGLang; " + INSTALL)
+        if not is_address(self.host):
+            raise ValueError(
+                f'engine.sglang.host = "{self.host}": is no IP address, and what listens elsewhere is found by that; '
+                'use one like "127.0.0.1"'
+            )
         if self.transfer_backend not in ("mooncake", "mooncake_tcp"):
             raise ValueError(
                 f'engine.sglang.transfer_backend = "{self.transfer_backend}": cannot change roles in place nor release '
                 'memory under disaggregation; use "mooncake" or "mooncake_tcp"'
             )
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an IP address as the kernel's tables name it, so that listeners can be compared with it."""
+    try:
+        return str(ipaddress.ip_address(host)) == host
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
