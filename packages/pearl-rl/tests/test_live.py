@@ -1,9 +1,11 @@
 """Following a run and operating it: what is shown is what its files say, and a command does what it says."""
 
 import asyncio
+import fcntl
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,7 +24,9 @@ from pearl_rl.live.testing import OperableJob
 from pearl_rl.live.top import decided, under_way, worker_table
 from pearl_rl.observer import StepRecord
 from pearl_rl.run_folder import RunFolder
+from pearl_rl.run_lock import RunLock, held
 from pearl_rl.settings import load_settings
+from pearl_rl.simulation.scenario import load_scenario
 
 
 class Operated:
@@ -114,6 +118,47 @@ def test_a_run_that_begins_says_so_and_one_that_is_silent_too(tmp_path):
         assert later.state() == "silent"
 
 
+def test_a_run_whose_process_is_gone_died_and_says_when_and_how_it_goes_on(tmp_path, capsys):
+    path = tmp_path / "run"
+    with RunFolder.create(load_settings(None, ["run.steps=6"]), path):
+        with RunLock(path):
+            assert view(path)["state"] == "starting"
+            assert view(path)["outcome"] == ""
+        assert view(path)["state"] == "died"
+    code, out, _ = say(capsys, "status", path)
+    assert code == 0
+    words = " ".join(out.split())
+    assert re.search(r"died at \d{4}-\d\d-\d\d [\d:]{8}, after 0 of 6 steps, without a summary", words)
+    assert f"to go on: pearl-rl resume {path}" in "".join(out.split("\n")).replace("  ", " ")
+    assert "starting" not in out
+    # Its end is the end of what `top` watches.
+    assert say(capsys, "top", path, "--json")[0] == 0
+
+
+def test_a_run_that_ended_early_says_how_it_goes_on_and_one_that_goes_on_has_not_ended(tmp_path):
+    path = tmp_path / "run"
+    with RunFolder.create(load_settings(None, ["run.steps=6"]), path) as folder:
+        folder.write_summary({"steps": 0})
+        with RunLock(path):
+            assert view(path)["state"] == "starting"
+        assert view(path)["state"] == "ended"
+        assert f"after 0 of 6 steps; to go on: pearl-rl resume {path}" in view(path)["outcome"]
+
+
+def test_who_looks_whether_a_run_lives_is_in_nobody_s_way(tmp_path):
+    assert held(tmp_path) is None
+    with RunLock(tmp_path):
+        assert held(tmp_path) is True
+        with pytest.raises(CommandError, match="runs this run"):
+            RunLock(tmp_path)
+    assert held(tmp_path) is False
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.01, os.close, [looking]).start()
+    with RunLock(tmp_path):
+        assert held(tmp_path) is True
+
+
 def test_the_table_of_now_can_be_planned_on(operated):
     table = table_now(operated.path)
     assert table.rows == operated.job.state.table.rows
@@ -177,6 +222,20 @@ def test_status_and_top_show_one_screen(operated, capsys):
         assert part in out
     assert say(capsys, "top", operated.path, "--once")[1] == out
     assert json.loads(say(capsys, "status", operated.path, "--json")[1])["completed"] == 1
+
+
+def test_a_simulation_which_learns_nothing_shows_no_reward(tmp_path, capsys):
+    with RunFolder.create_simulation(load_scenario("webshop").model_dump(), tmp_path / "run") as folder:
+        folder.record_step(
+            StepRecord(step=1, steps=4, now_s=9.0, reward_mean=0.0, duration_s=2.0, generated_tokens=100)
+        )
+        folder.write_summary({"steps": 4})
+    code, out, _ = say(capsys, "status", tmp_path / "run")
+    assert code == 0
+    assert "tokens/s" in out
+    assert "reward" not in out
+    assert "resume" not in out
+    assert json.loads(say(capsys, "status", tmp_path / "run", "--json")[1])["last_step"]["reward"] is None
 
 
 def test_status_says_what_bounded_the_choice_and_which_gpus_wait(operated, capsys):

@@ -16,6 +16,11 @@ from pearl_rl.errors import ExitCode
         (["simulate"], "(see pearl-rl simulate --help)"),
         (["import", "verl"], "(see pearl-rl import --help)"),
         (["workers", "cordon"], "(see pearl-rl workers cordon --help)"),
+        (["pin", "runs/nope"], "'runs/nope' is not like '2P3D' or '4C'; a run folder is given by --run RUN_DIR"),
+        (
+            ["simulate", "paper-segment1", "--record", "a_file"],
+            "a_file/pearl-0: cannot be made (Not a directory); choose",
+        ),
         (["trian"], "Did you mean 'train'? (see pearl-rl --help)"),
         (["what-if", "runs/nope", "--vary", "run.steps=1,2"], "runs/nope: does not exist; give the folder of a run"),
         (["replay", "runs/nope"], "runs/nope: does not exist; give the folder of a run of `pearl-rl train`"),
@@ -43,6 +48,39 @@ def test_a_mistake_is_one_line_with_what_to_do(
     assert (out, len(err.splitlines())) == ("", 1)
     assert says in err
     assert sorted(os.listdir()) == ["a_file", "simulated"]
+
+
+def test_records_that_have_no_room_are_told_of_by_their_own_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pearl-0").mkdir()
+    (tmp_path / "pearl-0" / "x").write_text("")
+    assert app(["simulate", "paper-segment1", "--record", str(tmp_path)], standalone_mode=False) == ExitCode.CONFIG
+    assert "exists and is not empty; choose another --record, or remove it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["config", "show"], ["config", "show", "--json"], ["plan", "--help"], ["nope"]]
+    + [["plan", "--model", "qwen3-8b", "--gpu", "h800", "--workers", "8", *more] for more in ([], ["--json"])],
+)
+def test_an_output_that_takes_nothing_is_one_line_and_an_exit_code(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        code = app(words, standalone_mode=False)
+        # What is left goes nowhere, not to a second complaint at the end of the process.
+        full.flush()
+    _, err = capsys.readouterr()
+    assert len(err.splitlines()) == 1
+    if words == ["nope"]:
+        assert code == ExitCode.CONFIG
+    else:
+        assert (code, err) == (
+            ExitCode.PARTIAL,
+            "pearl-rl: standard output cannot be written (No space left on device)\n",
+        )
 
 
 def test_means_of_counts_are_printed_to_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ class RunFolder:
 
         Raises `CommandError` where the folder exists and is not empty, or cannot be made; nothing is left then.
         """
-        made = _make(path) if path is not None else _make_named(Path(resolved.settings.run.dir))
+        made = _make(path, "--run-dir") if path is not None else _make_named(Path(resolved.settings.run.dir))
         for name in ("checkpoints", "weights"):
             (made / name).mkdir()
         (made / CONFIG_JSON).write_text(json.dumps(to_json(resolved), indent=2) + "\n", encoding="utf-8")
@@ -99,7 +99,7 @@ class RunFolder:
 
         Raises `CommandError` where the folder exists and is not empty, or cannot be made.
         """
-        made = _make(path)
+        made = _make(path, "--record")
         (made / SCENARIO_JSON).write_text(json.dumps(encode(scenario), indent=2) + "\n", encoding="utf-8")
         return cls(made)
 
@@ -256,16 +256,16 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(keep)
 
 
-def _make(path: Path) -> Path:
-    """Make `path`, which may exist only as an empty folder."""
+def _make(path: Path, option: str) -> Path:
+    """Make `path`, which may exist only as an empty folder; `option` is the one that chooses it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         occupied = next(path.iterdir(), None)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(f"run folder {path}: cannot be made ({reason}); choose another --run-dir") from None
+        raise CommandError(f"run folder {path}: cannot be made ({reason}); choose another {option}") from None
     if occupied is not None:
-        raise CommandError(f"run folder {path}: exists and is not empty; choose another --run-dir, or remove it")
+        raise CommandError(f"run folder {path}: exists and is not empty; choose another {option}, or remove it")
     return path
 
 

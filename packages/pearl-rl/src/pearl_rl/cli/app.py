@@ -1,5 +1,7 @@
 """Commands and their options. Each command imports what it needs when it runs, so that `--help` answers at once."""
 
+import contextlib
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +27,7 @@ class OneLineErrors(TyperGroup):
         code: Any
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
+            sys.stdout.flush()
         except CommandError as error:
             print(f"pearl-rl: {error}", file=sys.stderr)
             code = error.exit_code
@@ -34,10 +37,31 @@ class OneLineErrors(TyperGroup):
             code = ExitCode.CONFIG
         except typer.Abort:
             code = ExitCode.PARTIAL
+        except OSError as error:
+            if not _output_is_broken():
+                raise
+            _drop_output()
+            print(f"pearl-rl: standard output cannot be written ({error.strerror})", file=sys.stderr)
+            code = ExitCode.PARTIAL
         code = code if isinstance(code, int) else ExitCode.OK
         if standalone:
             sys.exit(int(code))
         return int(code)
+
+
+def _output_is_broken() -> bool:
+    """Whether it was standard output that failed: then it takes no line end either."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Send what is still to be written nowhere: at the process' end it would be tried again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(error: Exception) -> str:

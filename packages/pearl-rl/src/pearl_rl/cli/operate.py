@@ -82,7 +82,7 @@ async def _follow(follower: "Follower", every_s: float, show: Callable[[Mapping[
         follower.refresh()
         view = follower.view()
         show(view)
-        if view["state"] == "ended":
+        if view["state"] in ("ended", "died"):
             return
         await asyncio.sleep(every_s)
 
@@ -131,6 +131,19 @@ def workers(run: Path | None, *, as_json: bool) -> ExitCode:
 
     _print(worker_table(found))
     return ExitCode.OK
+
+
+def pin(run: Path | None, configuration: str, *, as_json: bool) -> ExitCode:
+    """Hold a run at a configuration. Raises `CommandError` for none, before any run is asked."""
+    from pearl_state.configuration import Configuration
+    from pearl_state.errors import ConfigurationError
+
+    try:
+        Configuration.parse(configuration)
+    except ConfigurationError as error:
+        folder = "; a run folder is given by --run RUN_DIR" if "/" in configuration else ""
+        raise CommandError(f"{error}{folder}") from None
+    return command(run, {"pin": configuration}, as_json=as_json)
 
 
 def command(run: Path | None, order: Mapping[str, Any], *, as_json: bool) -> ExitCode:

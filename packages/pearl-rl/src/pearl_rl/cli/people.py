@@ -175,7 +175,7 @@ def pin(
     """
     from pearl_rl.cli import operate
 
-    raise typer.Exit(int(operate.command(run, {"pin": configuration}, as_json=as_json)))
+    raise typer.Exit(int(operate.pin(run, configuration, as_json=as_json)))
 
 
 def unpin(run: OfRun = None, as_json: AsJson = False) -> None:

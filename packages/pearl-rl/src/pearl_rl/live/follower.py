@@ -14,6 +14,7 @@ from pearl_rl.presentation.words import gain_words, reason_words, seconds
 from pearl_rl.report.run_record import check_run_folder, step_tokens
 from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
 from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY
+from pearl_rl.run_lock import held
 from pearl_state.decision import Reason
 
 _DECISIONS = 30
@@ -123,14 +124,34 @@ class Follower:
     # ---- what is said -----------------------------------------------------------------------------------------------
 
     def state(self) -> str:
-        """`ended`, `starting`, `running`, or `silent` where nothing was written for long."""
-        if (self.path / SUMMARY).is_file():
+        """`ended`, `died` without a summary, `starting`, `running`, or `silent` where nothing was written for long."""
+        alive = held(self.path)
+        # A run that goes on after it ended has the summary of then.
+        if alive is not True and (self.path / SUMMARY).is_file():
             return "ended"
-        newest = max((tail.path.stat().st_mtime for tail in self._tails.values() if tail.path.exists()), default=0.0)
-        quiet_s, begun = self._wall_s() - newest, self.now_s > 0 or self.batch > 0
+        if alive is False:
+            return "died"
+        quiet_s, begun = self._wall_s() - self._written_at_s(), self.now_s > 0 or self.batch > 0
         if quiet_s > (_QUIET_S if begun else _START_S):
             return "silent"
         return "running" if begun else "starting"
+
+    def _written_at_s(self) -> float:
+        """When the run last wrote anything, seconds since the epoch."""
+        files = [*self.path.glob("*.json*"), *self.path.glob("journal/*")]
+        return max((file.stat().st_mtime for file in files), default=0.0)
+
+    def outcome(self, state: str) -> str:
+        """How a run ended and what to do then, for people; empty while it goes on."""
+        if state not in ("ended", "died"):
+            return ""
+        when = f"{state} at {datetime.fromtimestamp(self._written_at_s()):%Y-%m-%d %H:%M:%S}"
+        done, steps = self.steps[-1]["step"] if self.steps else 0, self._planned_steps()
+        go_on = f"to go on: pearl-rl resume {self.path}"
+        if state == "died":
+            why = "without a summary: it was killed, or its terminal says why"
+            return f"{when}, after {done} of {steps} steps, {why}; {go_on}"
+        return when if self.simulated or done >= steps else f"{when}, after {done} of {steps} steps; {go_on}"
 
     def snapshot(self) -> Snapshot:
         """The table now."""
@@ -138,11 +159,12 @@ class Follower:
 
     def view(self, most_workers: int | None = None) -> dict[str, Any]:
         """All there is to see, as one object; of large clusters only the first `most_workers` workers."""
-        control = read_control(self.path)
+        control, state = read_control(self.path), self.state()
         last = self.steps[-1] if self.steps else None
         return {
             "run": self.path.resolve().name,
-            "state": self.state(),
+            "state": state,
+            "outcome": self.outcome(state),
             "simulated": self.simulated,
             "now_s": self.now_s,
             "step": self.step,
@@ -164,8 +186,8 @@ class Follower:
             "decoding": sum(load["running"] for load in self.loads.values()),
             "waiting": sum(load["waiting"] for load in self.loads.values()),
             "reclaims": self.reclaims,
-            "last_step": None if last is None else _brief_step(last),
-            "history": [_brief_step(step) for step in self.steps],
+            "last_step": None if last is None else self._brief_step(last),
+            "history": [self._brief_step(step) for step in self.steps],
             "decisions": list(self.decisions)[::-1],
             "news": [{"at_s": at_s, "text": text} for at_s, text in self.news][::-1],
             "control": control is not None,
@@ -199,24 +221,24 @@ class Follower:
             "waiting": load.get("waiting", 0),
         }
 
+    def _brief_step(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        duration_s = step["duration_s"]
+        return {
+            "step": step["step"],
+            # Nothing is learned in a simulation.
+            "reward": None if self.simulated else step["reward_mean"],
+            "tokens_per_s": step_tokens(step) / duration_s if duration_s > 0 else 0.0,
+            "rollout_s": step["rollout_s"],
+            "predicted_s": step["predicted_rollout_s"],
+            "training_s": step["training_s"],
+            "configuration": step["configuration"],
+            "staleness": step["staleness_mean"],
+            "lost": step["lost_trajectories"],
+        }
+
 
 def _wall_s() -> float:
     return datetime.now(UTC).timestamp()
-
-
-def _brief_step(step: Mapping[str, Any]) -> dict[str, Any]:
-    duration_s = step["duration_s"]
-    return {
-        "step": step["step"],
-        "reward": step["reward_mean"],
-        "tokens_per_s": step_tokens(step) / duration_s if duration_s > 0 else 0.0,
-        "rollout_s": step["rollout_s"],
-        "predicted_s": step["predicted_rollout_s"],
-        "training_s": step["training_s"],
-        "configuration": step["configuration"],
-        "staleness": step["staleness_mean"],
-        "lost": step["lost_trajectories"],
-    }
 
 
 def brief_decision(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _STATES = {
     "starting": "starting",
     "running": "running",
     "ended": "ended",
+    "died": "died",
     "silent": "nothing written for a while; killed?",
 }
 
@@ -29,8 +30,9 @@ def whole(view: Mapping[str, Any], *, most_workers: int = 40) -> RenderableType:
     """Everything about a run, for one screen."""
     return Group(
         Text.assemble((f"{view['run']}  ", "bold"), _STATES[view["state"]], f"  at {seconds(view['now_s'])}"),
+        *([Text(view["outcome"])] if view["outcome"] else []),
         facts(view),
-        worker_table(view["workers"][:most_workers]),
+        *([worker_table(view["workers"][:most_workers])] if view["workers"] else []),
         *([Text(f"{len(view['workers']) - most_workers} more workers", style="dim")] * _more(view, most_workers)),
         *(Text(line) for line in under_way(view)),
         *(Text(line) for line in decided(view["decisions"])[:_SHOWN]),
@@ -62,9 +64,12 @@ def facts(view: Mapping[str, Any]) -> RenderableType:
         grid.add_row("tokens/s", f"{number(last['tokens_per_s'])} {rates}")
         foreseen = "" if last["predicted_s"] is None else f", predicted {seconds(last['predicted_s'])}"
         grid.add_row("makespan", f"{seconds(last['rollout_s'])}{foreseen}")
-        grid.add_row("reward", f"{last['reward']:.3f} {sparkline([step['reward'] for step in history], _SPARK)}")
+        if last["reward"] is not None:
+            rewards = sparkline([step["reward"] for step in history], _SPARK)
+            grid.add_row("reward", f"{last['reward']:.3f} {rewards}")
     pinned = f", pinned to {view['pinned']}" if view["pinned"] else ""
-    grid.add_row("serving", f"{view['configuration']}{pinned}, weights v{view['weight_version']}")
+    if view["workers"]:
+        grid.add_row("serving", f"{view['configuration']}{pinned}, weights v{view['weight_version']}")
     return grid
 
 

@@ -46,15 +46,15 @@
 
   function show(now) {
     view = now;
-    const words = { starting: "starting", running: "running", ended: "ended", silent: "nothing written for a while: killed?" };
+    const words = { starting: "starting", running: "running", ended: "ended", died: "died without a summary", silent: "nothing written for a while: killed?" };
     const state = dash.querySelector(".state");
-    state.textContent = words[now.state]; state.dataset.state = now.state;
+    state.textContent = words[now.state]; state.title = now.outcome; state.dataset.state = now.state;
     dash.querySelector('[data-key="clock"]').textContent = `at ${duration(now.now_s)} of the run's clock`;
     const last = now.last_step;
     tile("step", now.steps < 1e6 ? `${now.completed}/${now.steps}` : `${now.completed}`);
     tile("configuration", now.configuration + (now.pinned ? ` pinned` : ""));
     tile("throughput", last ? last.tokens_per_s.toFixed(0) : "–");
-    tile("reward", last ? last.reward.toFixed(3) : "–");
+    tile("reward", last && last.reward !== null ? last.reward.toFixed(3) : "–");
     tile("serving", String(now.serving_gpus));
     tile("queue", `${now.decoding} + ${now.waiting}`);
     tile("weights", `v${now.weight_version}`);
@@ -196,7 +196,8 @@
     makespan.append(legend);
     dash.querySelector(".spark").replaceChildren(
       plot(`tokens/s${now((s) => s.tokens_per_s.toFixed(0))}`, steps, [[all("tokens_per_s"), "ink"]], (v) => v.toFixed(0), true), makespan,
-      plot(`reward${now((s) => s.reward.toFixed(3))}`, steps, [[all("reward"), "ink"]], (v) => v.toFixed(2), false));
+      ...last && last.reward === null ? []
+        : [plot(`reward${now((s) => s.reward.toFixed(3))}`, steps, [[all("reward"), "ink"]], (v) => v.toFixed(2), false)]);
   }
 
   function decisions(all) {
