@@ -5,10 +5,12 @@ from collections import Counter
 from pearl_executor.testing.workers import next_token
 from pearl_planner.elastic import ElasticState
 from pearl_rl.rollout.counts import BufferCounts
+from pearl_state.effects import Effect, SyncWeights
 from pearl_state.lifecycle import HOLDS_GPU, Lifecycle
 from pearl_state.roles import Role, Zone
 from pearl_state.table import WorkerTable
 from pearl_state.trajectory import Trajectory
+from pearl_state.worker import WorkerId
 
 
 class BrokenInvariantError(AssertionError):
@@ -24,6 +26,8 @@ def check_table(before: WorkerTable, after: WorkerTable) -> None:
     """The table's own rules, computed from its rows alone, and what may change from one event to the next."""
     holder: dict = {}
     serving: Counter = Counter()
+    served = [before.rows[id_].weight_version for id_ in before.active()]
+    newest = max(served, default=after.target_version)
     for id_, row in after.rows.items():
         if row.lifecycle in HOLDS_GPU:
             for gpu in row.gpus:
@@ -37,6 +41,12 @@ def check_table(before: WorkerTable, after: WorkerTable) -> None:
                 "no_stale_serving",
                 f"worker {id_} serves version {version}, floor {after.floor_version}, target {after.target_version}",
             )
+            admitted = id_ not in before.active()
+            require(
+                not admitted or version == after.target_version or version >= newest,
+                "admitted_up_to_date",
+                f"worker {id_} is admitted with version {version}, target {after.target_version}, served {served}",
+            )
         old = before.rows.get(id_)
         if old is not None and old.gpus != row.gpus:
             require(old.incarnation <= row.incarnation, "incarnation_grows", f"slot {id_} was bound anew")
@@ -49,6 +59,21 @@ def check_table(before: WorkerTable, after: WorkerTable) -> None:
     require(after.target_version >= before.target_version, "monotonic_versions", "the target went back")
     require(after.floor_version >= before.floor_version, "monotonic_versions", "the floor went back")
     require(after.version >= before.version, "serialized", "the table went back")
+
+
+def check_following(table: WorkerTable, effects: tuple[Effect, ...], told: dict[tuple[WorkerId, int], int]) -> None:
+    """Whoever serves older weights than the target was told to load it; `told` keeps who was, and is renewed here."""
+    for effect in effects:
+        if isinstance(effect, SyncWeights):
+            told.update({(worker.id, worker.incarnation): effect.version for worker in effect.workers})
+    for id_ in table.active():
+        row = table.rows[id_]
+        require(
+            table.target_version in (row.weight_version, told.get((id_, row.incarnation))),
+            "weights_follow",
+            f"worker {id_} serves version {row.weight_version} and is told of no newer one than "
+            f"{told.get((id_, row.incarnation))}, target {table.target_version}",
+        )
 
 
 def check_state(state: ElasticState) -> None:

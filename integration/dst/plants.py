@@ -24,6 +24,7 @@ from pearl_rl.training.rank_group import TrainerLostError
 from pearl_state import events
 from pearl_state.effects import GrantTraining, ReturnGpus
 from pearl_state.lifecycle import Lifecycle
+from pearl_state.table import WorkerTable
 
 Put = Callable[[Any, str, Any], None]
 """`monkeypatch.setattr`."""
@@ -282,6 +283,16 @@ def learned_costs_are_forgotten(put: Put) -> None:
     put(run_journal, "decode_state", forgetful)
 
 
+def whoever_stands_by_is_admitted(put: Put) -> None:
+    """A worker serves with whatever weights it holds."""
+    put(WorkerTable, "up_to_date", lambda self, version: version is not None)
+
+
+def who_joins_late_is_left_behind(put: Put) -> None:
+    """Weights that were published while a worker joined never reach it."""
+    put(answers, "_catch_up", lambda state, admitted: ())
+
+
 PLANTS: tuple[Callable[[Put], None], ...] = (
     router_one_table_late,
     answers_of_old_plans_count,
@@ -308,4 +319,6 @@ PLANTS: tuple[Callable[[Put], None], ...] = (
     half_written_checkpoints_count,
     a_lost_checkpoint_is_the_last,
     learned_costs_are_forgotten,
+    whoever_stands_by_is_admitted,
+    who_joins_late_is_left_behind,
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dst.invariants import check_counts, check_state, check_table, check_tokens, require
+from dst.invariants import check_counts, check_following, check_state, check_table, check_tokens, require
 from dst.script import Op, Script
 from pearl_executor.calls import Action
 from pearl_executor.execution import ElasticExecutor
@@ -397,6 +397,8 @@ class Life:
         calls.table = lambda: self.scheduler.state.table
         self.actions: list[Action] = []
         self.crashed: dict[tuple[WorkerId, int], float] = {}
+        self.told: dict[tuple[WorkerId, int], int] = {}
+        """Slot and incarnation → the version that it was last told to load while it serves."""
         self.executor = ElasticExecutor(
             machine.workers, machine.training, machine.weights, LIMITS, on_action=self.actions.append
         )
@@ -536,6 +538,7 @@ class Life:
         self._digest.update(json_line(encode_event(event)).encode())
         check_table(self.before.table, state.table)
         check_state(state)
+        check_following(state.table, effects, self.told)
         check_counts(self.pipeline.counts)
         for id_, row in state.table.rows.items():
             since_s = self.crashed.get((id_, row.incarnation), now())
