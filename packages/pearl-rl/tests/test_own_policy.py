@@ -10,6 +10,7 @@ from pearl_planner.elastic import Borrowing
 from pearl_planner.policies import Observing
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.cli.app import app
+from pearl_rl.control.forecasting import forecasting_for
 from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.own_policy import PolicyError, own_policy
 from pearl_rl.parts import policy as policy_of
@@ -42,6 +43,13 @@ class Learning(Mine):
 def make():
     return pearl()
 number = 3
+
+from pearl_planner.in_step import InStepPolicy
+from pearl_planner.policies import ModelPolicy
+class InStep(InStepPolicy):
+    def decide(self, **asked):
+        return super().decide(**asked)
+in_step = InStep(name="in-step", between=ModelPolicy(name="between"), keeps_ratio=False)
 """
 
 
@@ -141,6 +149,12 @@ def test_what_a_module_raises_while_it_is_imported_is_one_line(tmp_path: Path, m
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(PolicyError, match=r"cannot be imported: SyntaxError: '\(' was never closed"):
         own_policy("torn_for_tests:policy")
+
+
+def test_one_that_answers_forecasts_keeps_being_asked_for_them(module: str) -> None:
+    """Whether a run forecasts at all is seen by the policy's kind."""
+    assert forecasting_for(own_policy(f"{module}:in_step"), 10.0) is not None
+    assert forecasting_for(own_policy(f"{module}:instance"), 10.0) is None
 
 
 def test_a_policy_that_learns_from_switches_still_does(module: str) -> None:

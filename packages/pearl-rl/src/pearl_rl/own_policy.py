@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from pearl_planner import find_gpu, find_model, find_profile, planning_inputs
+from pearl_planner.in_step import InStepPolicy
 from pearl_planner.policies import Observing, Policy, Question, Recalling
 from pearl_planner.switching import SwitchCosts
 from pearl_state.decision import Decision, SwitchKind
@@ -24,8 +25,8 @@ def own_policy(name: str) -> Policy:
     """The policy that `package.module:attribute` names: an instance, or a class or function that makes one.
 
     It is asked for a few numbers of workers at once, so that a mistake shows before anything has started; whatever it
-    does wrong later is a `PolicyError` too. Raises `PolicyError` where the module cannot be imported, what it holds is
-    no policy, or its answers are none.
+    does wrong later is a `PolicyError` too, but for one that is an `InStepPolicy`. Raises `PolicyError` where the
+    module cannot be imported, what it holds is no policy, or its answers are none.
     """
     policy = _made(name)
     missing = [need for need in _NEEDS if not hasattr(policy, need)]
@@ -36,7 +37,8 @@ def own_policy(name: str) -> Policy:
         return policy  # type: ignore[no-any-return]
     watched = _watched(policy, name)
     _try(watched)
-    return watched
+    # Forecasts are made and asked about by this type alone.
+    return policy if isinstance(policy, InStepPolicy) else watched
 
 
 def _made(name: str) -> Any:
