@@ -150,7 +150,7 @@ def sglang(session: nox.Session) -> None:
 
 @nox.session
 def smollm(session: nox.Session) -> None:
-    """A real language model on real SGLang on CPUs: a tool-using environment, and one update; about ten minutes."""
+    """A real language model on real SGLang on CPUs: a tool-using environment, and one update; some minutes."""
     sync(session)
     python = sglang_python(session)
     session.run_install(
