@@ -1,6 +1,8 @@
 """Checkpoints of a run: what a lost rank costs."""
 
 import asyncio
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,9 @@ class Ranks:
         return asyncio.get_running_loop().create_task(save())
 
 
-def steps(folder, ranks, last=3):
+def steps(folder, ranks, last=3, keep=5):
     async def main():
-        writer = CheckpointWriter(folder / "checkpoints", ranks, every=1, keep=5, last=last)
+        writer = CheckpointWriter(folder / "checkpoints", ranks, every=1, keep=keep, last=last)
         for step in range(1, last + 1):
             ranks.version = step
             await writer.completed(step, Position())
@@ -59,6 +61,25 @@ def test_a_checkpoint_that_takes_too_long_costs_that_checkpoint_and_no_more(tmp_
     steps(tmp_path, Ranks(None, CheckpointLateError("not written within 25 s"), None))
     assert find(tmp_path).step == 3
     assert "a checkpoint is missing: not written within 25 s" in caplog.text
+
+
+def test_those_that_are_missing_are_not_among_those_kept_and_removals_do_not_hold_the_run_up(tmp_path, monkeypatch):
+    """A removal of many gigabytes in the event loop would silence everything else for so long."""
+    removed_by = set()
+    remove = shutil.rmtree
+
+    def noted(path, **options):
+        if path.exists():
+            removed_by.add(threading.current_thread())
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    steps(tmp_path, Ranks(None, None, CheckpointLateError("not written within 25 s"), None), last=4, keep=2)
+    kept = sorted(tmp_path.glob("checkpoints/*"))
+    assert [folder.name for folder in kept] == ["step-00000002", "step-00000004"]
+    assert all((folder / "run.json").is_file() for folder in kept)
+    assert removed_by
+    assert threading.main_thread() not in removed_by
 
 
 def test_the_last_checkpoint_is_not_silently_missing(tmp_path):

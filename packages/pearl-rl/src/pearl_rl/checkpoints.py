@@ -161,8 +161,11 @@ class CheckpointWriter:
     async def _complete(self, saving: "asyncio.Task[None]", target: Path, record: dict[str, Any]) -> None:
         await saving
         _finish(target, record)
-        for old in sorted(self._folder.glob("step-*"))[: -self._keep]:
-            shutil.rmtree(old)
+        folders = sorted(self._folder.glob("step-*"))
+        kept = [folder for folder in folders if (folder / _RUN).is_file()][-self._keep :]
+        # One is written at a time: whatever else is there is old, or of one that is missing.
+        for old in (folder for folder in folders if folder not in kept):
+            await asyncio.to_thread(shutil.rmtree, old)
 
 
 def _finish(target: Path, record: dict[str, Any]) -> None:

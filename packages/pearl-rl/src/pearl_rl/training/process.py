@@ -310,7 +310,8 @@ class LocalTrainer:
         self._version = version
         self._newest = WeightSnapshot(version, str(folder), head["bytes"], head["checksum"])
         for old in sorted(folder.parent.iterdir())[:-_KEPT_SNAPSHOTS]:
-            shutil.rmtree(old)
+            # In a thread: whole weights, whose removal would hold the control plane up.
+            await asyncio.to_thread(shutil.rmtree, old)
         return self._newest
 
 
