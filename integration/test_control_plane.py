@@ -26,7 +26,8 @@ from pearl_rl.rollout.pipeline_settings import PipelineSettings
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.testing import FakeTrainer, NumberedTasks
 from pearl_rl.rollout.training_gate import TrainingGate
-from pearl_state.events import GpusOffered, GpusReclaimed, WeightsPublished, WorkerFailed
+from pearl_state.configuration import Configuration
+from pearl_state.events import ConfigurationPinned, GpusOffered, GpusReclaimed, WeightsPublished, WorkerFailed
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Role, Tenure
 from pearl_state.worker import GpuId
@@ -216,10 +217,14 @@ def test_idle_training_gpus_are_lent_and_come_back_before_each_update() -> None:
     assert run_virtual(main()).lent > 0
 
 
+PINNED = {20: Configuration.parse("2P2D"), 40: Configuration.parse("1P3D")}
+"""Version → what a person asks for then: another mode, and another ratio."""
+
+
 @pytest.mark.parametrize("load", [0.5, 1.0, 1.5, 3.5], ids="{}_of_a_step".format)
 def test_workers_join_and_change_roles_however_long_a_load_takes_beside_a_training_step(load: float) -> None:
     """Nobody is starved because weights are published faster than they are loaded, and the floor follows."""
-    step_s, steps = 8.0, 20
+    step_s, steps = 8.0, 60
 
     async def main():
         cluster = Cluster(Borrowing.OFF, steps=1)
@@ -229,9 +234,12 @@ def test_workers_join_and_change_roles_however_long_a_load_takes_beside_a_traini
         await asyncio.sleep(10 * step_s)
         for version in range(1, steps + 1):
             cluster.weights.publish(version)
-            cluster.scheduler.post(WeightsPublished(now_s=asyncio.get_running_loop().time(), version=version))
+            now_s = asyncio.get_running_loop().time()
+            cluster.scheduler.post(WeightsPublished(now_s=now_s, version=version))
             if version == 2:
                 cluster.offer(10, 11)
+            if version in PINNED:
+                cluster.scheduler.post(ConfigurationPinned(now_s=now_s, configuration=PINNED[version]))
             await asyncio.sleep(step_s)
         table = cluster.scheduler.state.table
         cluster.scheduler.stop()
@@ -242,6 +250,7 @@ def test_workers_join_and_change_roles_however_long_a_load_takes_beside_a_traini
     table = run_virtual(main())
     served = [table.rows[id_] for id_ in table.active()]
     assert {gpu for row in served for gpu in row.gpus} == {2, 3, 10, 11}
+    assert table.configuration == PINNED[max(PINNED)]
     oldest = min(row.weight_version for row in served)
     assert steps - oldest <= 1 + 2 * load
     assert table.floor_version == oldest
