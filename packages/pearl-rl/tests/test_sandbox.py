@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ TOOLS = {
     "network": "import socket\ndef run(argument):\n    socket.create_connection(('127.0.0.1', 9))\n",
     "load": "def run(argument):\n    import wave\n",
     "native": "def run(argument):\n    import ctypes\n",
+    "shut": "import os, time\ndef run(argument):\n    os.closerange(1, 64)\n    time.sleep(1000)\n",
 }
-LIMITS = SandboxLimits(call_s=0.3, memory_bytes=128 * 2**20, output_bytes=4096, start_s=30, free_s=30)
+LIMITS = SandboxLimits(call_s=20, memory_bytes=128 * 2**20, output_bytes=4096, start_s=30, free_s=30)
 
 
 @asynccontextmanager
@@ -106,7 +108,7 @@ def test_a_run_without_end_is_ended_and_its_process_replaced(tmp_path: Path, too
         assert (await pool.call("echo", {"still": "here"})).value == {"still": "here"}
         assert gone(before)
 
-    within(tmp_path, body)
+    within(tmp_path, body, limits=replace(LIMITS, call_s=1.0))
 
 
 def test_cpu_time_is_bounded_below_wall_time(tmp_path: Path) -> None:
@@ -162,6 +164,22 @@ def test_a_cancelled_call_never_answers_the_next_one(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await first
         assert (await pool.call("echo", {"n": 2})).value == {"n": 2}
+
+    within(tmp_path, body)
+
+
+def test_a_call_cancelled_while_its_process_closed_its_output_and_goes_on_leaves_none(tmp_path: Path) -> None:
+    async def body(pool: SandboxPool) -> None:
+        await pool.start()
+        (before,) = pool.pids
+        first = asyncio.create_task(pool.call("shut", {}))
+        while pool.pids:  # noqa: ASYNC110 (nobody in this process is told)
+            await asyncio.sleep(0.01)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert (await pool.call("echo", {"n": 2})).value == {"n": 2}
+        assert gone(before)
 
     within(tmp_path, body)
 

@@ -108,10 +108,12 @@ class _Process:
     async def exit_code(self) -> int | None:
         """How it ended, where it closes its output by ending; it is killed where it goes on. None if not known yet."""
         self._ended = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await self._process.wait()
-        self.kill()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await self._process.wait()
+        finally:
+            self.kill()
         return self._process.returncode
 
     async def wait_gone(self, limit_s: float) -> None:
