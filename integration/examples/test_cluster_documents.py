@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 FOLDER = Path(__file__).parents[2] / "docs" / "cluster"
 JOB = FOLDER / "qwen3-8b-swe.toml"
@@ -73,8 +74,9 @@ def test_batch_scripts_are_valid_shell(script):
 
 
 def test_tasks_are_valid_yaml_and_their_scripts_valid_shell():
-    yaml = pytest.importorskip("yaml")
-    for file in sorted(FOLDER.glob("*.yaml")):
+    files = sorted(FOLDER.glob("*.yaml"))
+    assert files
+    for file in files:
         task = yaml.safe_load(file.read_text(encoding="utf-8"))
         assert task["resources"]["accelerators"]
         for part in ("setup", "run"):
@@ -84,7 +86,9 @@ def test_tasks_are_valid_yaml_and_their_scripts_valid_shell():
 
 def test_every_file_that_the_page_names_is_there():
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)]+)\)", page):
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert links
+    for link in links:
         name, _, heading = link.partition("#")
         assert (FOLDER / name).is_file(), name
         titles = re.findall(r"^#+ (.+)$", (FOLDER / name).read_text(encoding="utf-8"), re.MULTILINE)
