@@ -17,9 +17,6 @@ from pearl_state.table import WorkerTable
 from pearl_state.trajectory import Trajectory, WeightSpan, merge_spans
 from pearl_state.worker import GpuId, Worker, WorkerId
 
-STOP_TOKEN = 1
-"""The made-up model never draws it by itself."""
-
 
 def next_token(last: int, length: int) -> int:
     """What the made-up model says after a context of `length` tokens that ends with `last`."""

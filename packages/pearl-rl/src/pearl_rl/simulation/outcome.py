@@ -178,8 +178,3 @@ class SimulationResult:
 
 def _tokens(step: StepRecord) -> int:
     return step.generated_tokens + step.trained_tokens
-
-
-def mean_throughput(results: Sequence[SimulationResult]) -> float:
-    """Mean over results (seeds), tokens per second."""
-    return fmean([result.throughput for result in results])

@@ -7,7 +7,6 @@ Token authentication stays as Ray 2.60 has it, on: a cluster of this machine dra
 import asyncio
 import os
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, Self
 
@@ -21,11 +20,6 @@ _MISSING: Final = "the Ray runtime needs the package ray, which is not installed
 
 class RayMissingError(ProcessError):
     """The extra `ray` is not installed."""
-
-
-def ray_installed() -> bool:
-    """Whether `import ray` would find the package; imports nothing."""
-    return find_spec("ray") is not None
 
 
 def require_ray() -> ModuleType:
