@@ -149,6 +149,8 @@ def test_scripts_and_sessions_that_sentences_name_are_there() -> None:
         assert set(re.findall(r"nox -s \"?(\w+)", text)) <= sessions, path
         for name in re.findall(r"\bpython (integration/[\w/]+\.py)", text):
             assert (ROOT / name).is_file(), f"{path}: {name}"
+    told = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert sessions == set(re.findall(r"nox -s \"?(\w+)", told)), "a contributor finds each session in the table"
 
 
 def test_everything_that_is_run_elsewhere_is_still_shown() -> None:
