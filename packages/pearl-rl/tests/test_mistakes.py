@@ -21,6 +21,17 @@ from pearl_rl.errors import ExitCode
             ["simulate", "paper-segment1", "--record", "a_file"],
             "a_file/pearl-0: cannot be made (Not a directory); choose",
         ),
+        (["simulate", "job.toml"], "it is a setting of `pearl-rl train`, and this must be a scenario"),
+        (["simulate", "job.toml", "--full"], "--full: says more in JSON only; give --json too"),
+        (
+            ["doctor", "--address", "auto"],
+            "--address: is about a Ray cluster; name the job that it is for by --cluster",
+        ),
+        (["doctor", "--set", "run.seed=1"], "--set: is about a Ray cluster"),
+        (["plan", "--model", "m", "--gpu", "g", "--workers", "eight"], "--workers eight: must be a valid integer (see"),
+        (["dashboard", "--port", "99999"], "--port 99999: must be less than or equal to 65535 (see"),
+        (["workers", "cordon", "four"], "WORKER four: must be a valid integer (see pearl-rl workers cordon --help)"),
+        (["config"], "Missing command. There are: show, validate, schema, diff (see pearl-rl config --help)"),
         (["trian"], "Did you mean 'train'? (see pearl-rl --help)"),
         (["what-if", "runs/nope", "--vary", "run.steps=1,2"], "runs/nope: does not exist; give the folder of a run"),
         (["replay", "runs/nope"], "runs/nope: does not exist; give the folder of a run of `pearl-rl train`"),
@@ -42,12 +53,13 @@ def test_a_mistake_is_one_line_with_what_to_do(
     (tmp_path / "simulated").mkdir()
     (tmp_path / "simulated" / "scenario.json").write_text("{}")
     (tmp_path / "a_file").write_text("")
+    (tmp_path / "job.toml").write_text("[train]\nlearning_rate = 1e-4\n")
     monkeypatch.chdir(tmp_path)
     assert app(arguments, prog_name="pearl-rl", standalone_mode=False) == ExitCode.CONFIG
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert says in err
-    assert sorted(os.listdir()) == ["a_file", "simulated"]
+    assert sorted(os.listdir()) == ["a_file", "job.toml", "simulated"]
 
 
 def test_records_that_have_no_room_are_told_of_by_their_own_option(

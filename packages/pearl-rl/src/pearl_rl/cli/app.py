@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -32,8 +33,7 @@ class OneLineErrors(TyperGroup):
             print(f"pearl-rl: {error}", file=sys.stderr)
             code = error.exit_code
         except _USAGE_ERROR as error:
-            text = error.format_message() if hasattr(error, "format_message") else str(error)
-            print(f"pearl-rl: {' '.join(text.split())} (see {_command(error)} --help)", file=sys.stderr)
+            print(f"pearl-rl: {_complaint(error)} (see {_command(error)} --help)", file=sys.stderr)
             code = ExitCode.CONFIG
         except typer.Abort:
             code = ExitCode.PARTIAL
@@ -62,6 +62,17 @@ def _drop_output() -> None:
     """Send what is still to be written nowhere: at the process' end it would be tried again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complaint(error: Exception) -> str:
+    """A usage error in words: which option, which value, which rule; or which commands there are."""
+    text = " ".join((error.format_message() if hasattr(error, "format_message") else str(error)).split())
+    refused = re.match(r"Invalid value for '(.+?)': Input should (.+?)(?:, unable to.*)?$", text)
+    details = getattr(error.__cause__, "errors", None)
+    if refused and details is not None:
+        return f"{refused[1]} {str(details()[0]['input'])[:80]}: must {refused[2]}"
+    names = getattr(getattr(getattr(error, "ctx", None), "command", None), "commands", None)
+    return f"{text} There are: {', '.join(names)}" if text == "Missing command." and names else text
 
 
 def _command(error: Exception) -> str:
@@ -118,7 +129,9 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON object on the last line of standard output.")
     ] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="Folder for this run; must not exist or be empty.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder for this run, new or empty; default: a new one in runs.")
+    ] = None,
     plain: Plain = False,
     runtime: Annotated[
         str | None, typer.Option(help="Where processes live: local or ray (sets cluster.runtime).")
@@ -128,6 +141,8 @@ def train(
     ] = None,
 ) -> None:
     """Run a training job; without arguments the default one, which learns in under 5 minutes on a laptop.
+
+    `pearl-rl config show` lists all settings.
 
     Example: pearl-rl train job.toml --runtime ray --address auto
     """
@@ -176,7 +191,10 @@ def simulate(
         str, typer.Argument(help="TOML file, or a bundled name like paper-segment1.", autocompletion=scenarios)
     ],
     policy: Annotated[
-        str, typer.Option("--policy", metavar="A,B,…", help="Policies to compare; default: its own.")
+        str,
+        typer.Option(
+            "--policy", metavar="A,B,…", help="Policies to compare, like roll,pearl, or MODULE:NAME of yours."
+        ),
     ] = "",
     seeds: Annotated[int, typer.Option(help="Seeds for each policy, from run.seed on.")] = 1,
     overrides: Overrides = None,
@@ -189,6 +207,8 @@ def simulate(
 
     Example: pearl-rl simulate paper-segment1 --policy rlboost,pearl --report compared.html
     """
+    if full and not as_json:
+        raise CommandError("--full: says more in JSON only; give --json too")
     from pearl_rl.cli.simulate import run_simulation
 
     code = run_simulation(
@@ -242,6 +262,10 @@ def doctor(
     Example: pearl-rl doctor --cluster docs/cluster/qwen3-8b-swe.toml --address auto
     """
     if cluster is None:
+        given = {"--address": address, "--wait-s": wait_s, "--set": overrides}
+        if any(given.values()):
+            name = next(name for name, value in given.items() if value)
+            raise CommandError(f"{name}: is about a Ray cluster; name the job that it is for by --cluster FILE")
         from pearl_rl.cli.doctor import examine
 
         raise typer.Exit(int(examine(as_json=as_json)))

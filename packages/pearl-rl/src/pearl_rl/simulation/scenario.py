@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from pearl_rl.errors import SettingsError
 from pearl_rl.settings.job import Section
+from pearl_rl.settings.keys import leaves, sections
 from pearl_rl.settings.load import parse_override
 from pearl_rl.settings.messages import rule, short
 from pearl_rl.settings.names import named_policy
@@ -191,7 +192,9 @@ def scenario_from(document: Mapping[str, Any], where: str = "scenario") -> Scena
     for path in _paths(document):
         if path not in _KEYS:
             near = max(_KEYS, key=lambda key: SequenceMatcher(None, ".".join(path), ".".join(key)).ratio())
-            raise SettingsError(f"{where}: unknown key {short('.'.join(path))}; the nearest is {'.'.join(near)}")
+            theirs = path in leaves() or path in sections()
+            other = "; it is a setting of `pearl-rl train`, and this must be a scenario" if theirs else ""
+            raise SettingsError(f"{where}: unknown key {short('.'.join(path))}; the nearest is {'.'.join(near)}{other}")
     try:
         return Scenario.model_validate(_as_floats(document))
     except ValidationError as error:
