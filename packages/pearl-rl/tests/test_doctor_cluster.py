@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
+from pearl_executor.runtimes.ray import survey
 from pearl_executor.runtimes.ray.survey import NodeFacts, Questions, look
 from pearl_rl.cli import doctor_cluster
 from pearl_rl.cli.doctor_cluster import compare
@@ -115,10 +116,29 @@ def test_a_node_answers_for_itself(tmp_path, monkeypatch):
     assert answer["sglang"] == "no-such-python cannot be run (FileNotFoundError)"
     assert answer["transfer"] == ""
     without = look(Questions(interpreter=(sys.executable,)))
-    assert (without["sglang"], without["transfer"]) == (
-        f"{sys.executable} has no SGLang",
-        "ModuleNotFoundError: No module named 'mooncake'",
-    )
+    assert (without["sglang"], without["transfer"]) == (f"{sys.executable} has no SGLang", "")
     stand_in = look(Questions(interpreter=(sys.executable, "-m", "pearl_executor.testing.sglang")))
     assert (stand_in["sglang"], stand_in["transfer"]) == ("0.5.23", "")
     assert answer["reaches_driver"] is False
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("echo ImportError: libibverbs.so.1 >&2; exit 1", "ImportError: libibverbs.so.1"),
+        ("exec sleep 60", "import mooncake.engine does not end (TimeoutExpired)"),
+        ("exit 1", "it cannot be imported"),
+    ],
+)
+def test_a_hand_over_that_cannot_be_loaded_or_never_is_is_told(tmp_path, monkeypatch, does, says):
+    monkeypatch.setattr("pearl_executor.runtimes.ray.survey.metadata.version", lambda name: "1")
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\ncase "$2" in *mooncake*) {does};; *) echo 0.5.23;; esac\n')
+    interpreter.chmod(0o755)
+    if "sleep" in does:
+        ask = survey._run
+        monkeypatch.setattr(
+            survey, "_run", lambda command, code: ask(command, code, 0.5 if "mooncake" in code else 60.0)
+        )
+    answer = look(Questions(interpreter=(str(interpreter),)))
+    assert (answer["sglang"], answer["transfer"]) == ("0.5.23", says)

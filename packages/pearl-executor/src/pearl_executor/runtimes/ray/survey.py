@@ -14,8 +14,10 @@ from pearl_executor.engines.sglang.launch import ASK_TRANSFER, ASK_VERSION
 from pearl_executor.runtimes.ray.cluster import require_ray
 from pearl_executor.runtimes.ray.nodes import on_node
 
-_ANSWER_S: Final = 120.0
-_VERSION_S: Final = 60.0
+_INTERPRETER_S: Final = 60.0
+_REACH_S: Final = 5.0
+_ANSWER_S: Final = 2 * _INTERPRETER_S + _REACH_S + 30.0
+"""All questions, of which any may take its whole limit, and Ray's part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,9 @@ def look(questions: Questions) -> dict[str, Any]:
         "ray": metadata.version("ray"),
         "pearl": metadata.version("pearl-executor"),
         "missing": tuple(path for path in questions.paths if not Path(path).exists()),
-        "sglang": _sglang(questions.interpreter),
-        "transfer": _transfer(questions.interpreter),
+        "sglang": (sglang := _sglang(questions.interpreter)),
+        # What is wrong with the interpreter is said of its SGLang.
+        "transfer": _transfer(questions.interpreter) if sglang[:1].isdigit() else "",
         "reaches_driver": _reaches(questions.listener),
     }
 
@@ -102,28 +105,25 @@ def _sglang(interpreter: Sequence[str]) -> str:
 
 
 def _transfer(interpreter: Sequence[str]) -> str:
-    if not interpreter:
-        return ""
     try:
         done = _run(interpreter, ASK_TRANSFER)
-    except (OSError, subprocess.TimeoutExpired):
-        # What is wrong with the interpreter is said of its SGLang.
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{ASK_TRANSFER} does not end ({type(error).__name__})"
+    if done.returncode == 0:
         return ""
-    return (
-        "" if done.returncode == 0 else next(iter(reversed(done.stderr.strip().splitlines())), "it cannot be imported")
-    )
+    return next(iter(reversed(done.stderr.strip().splitlines())), "it cannot be imported")
 
 
-def _run(interpreter: Sequence[str], code: str) -> "subprocess.CompletedProcess[str]":
+def _run(interpreter: Sequence[str], code: str, limit_s: float = _INTERPRETER_S) -> "subprocess.CompletedProcess[str]":
     command = [part.replace("{name}", "doctor").replace("{gpus}", "") for part in interpreter]
-    return subprocess.run([*command, "-c", code], capture_output=True, text=True, timeout=_VERSION_S, check=False)
+    return subprocess.run([*command, "-c", code], capture_output=True, text=True, timeout=limit_s, check=False)
 
 
 def _reaches(listener: tuple[str, int] | None) -> bool:
     if listener is None:
         return True
     try:
-        socket.create_connection(listener, timeout=5.0).close()
+        socket.create_connection(listener, timeout=_REACH_S).close()
     except OSError:
         return False
     return True
