@@ -143,6 +143,29 @@ def test_a_prefix_that_caches_are_found_not_to_hold_keeps_no_trajectory_at_a_bus
     assert run_virtual(main(cached=0)) == 1
 
 
+def test_a_call_interrupted_before_it_was_prefilled_says_nothing_of_caches() -> None:
+    """A reclaim interrupts many at once: the others' prefixes are worth what they were."""
+
+    async def main() -> None:
+        port = FakeGeneration()
+
+        def before_token(record: FakeRequest) -> None:
+            # Each call's first attempt; nothing of a prompt was looked up, so nothing was found.
+            record.interrupted = not record.tokens and len(port.requests) % 2 == 1
+            port.cached_tokens = 0 if record.interrupted else 1000
+
+        port.before_token = before_token
+        router = Router(port)
+        router.apply(serving_table([C]))
+        router.begin(TrajectoryId("t00000000"))
+        for turn in range(40):
+            await router.generate(call(0, turn))
+        assert router.statistics.interrupted == 40
+        assert router._serving.reuse.fraction == 1.0
+
+    run_virtual(main())
+
+
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 2000)), max_size=100))
 def test_what_a_prefix_is_worth_is_a_fraction_and_all_until_calls_show_otherwise(calls: list[tuple[int, int]]) -> None:
     reuse, fixed = Reuse(), Reuse(0.3)

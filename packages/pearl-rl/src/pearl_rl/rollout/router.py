@@ -291,7 +291,9 @@ class Router:
         progress, decode, statistics = attempt.progress, attempt.route.decode, self.statistics
         progress.add_times(result)
         statistics.cached_tokens += result.cached_tokens
-        self._serving.reuse.observe(attempt.held_tokens, result.cached_tokens)
+        if result.tokens:
+            # One that was interrupted before was not looked up, or may not have been.
+            self._serving.reuse.observe(attempt.held_tokens, result.cached_tokens)
         statistics.duplicate_tokens += max(0, attempt.received - len(result.tokens))
         for slot in attempt.slots:
             if slot.failures:
