@@ -118,6 +118,13 @@ def test_a_run_that_begins_says_so_and_one_that_is_silent_too(tmp_path):
         assert later.state() == "silent"
 
 
+def test_a_file_that_goes_while_it_is_looked_at_disturbs_nobody(tmp_path):
+    """Half-written files get their names, and old parts of a journal go, at any moment."""
+    with RunFolder.create(load_settings(), tmp_path / "run"):
+        (tmp_path / "run" / ".summary.json.part").symlink_to(tmp_path / "gone")
+        assert view(tmp_path / "run")["state"] == "starting"
+
+
 def test_a_run_whose_process_is_gone_died_and_says_when_and_how_it_goes_on(tmp_path, capsys):
     path = tmp_path / "run"
     with RunFolder.create(load_settings(None, ["run.steps=6"]), path):
@@ -143,6 +150,21 @@ def test_a_run_that_ended_early_says_how_it_goes_on_and_one_that_goes_on_has_not
             assert view(path)["state"] == "starting"
         assert view(path)["state"] == "ended"
         assert f"after 0 of 6 steps; to go on: pearl-rl resume {path}" in view(path)["outcome"]
+
+
+def test_a_command_to_a_run_that_does_not_listen_says_why_and_what_to_do(tmp_path, capsys):
+    silent, listens, simulated = (tmp_path / name for name in ("silent", "listens", "simulated"))
+    with RunFolder.create(load_settings(), silent), RunLock(silent):
+        assert "start it with --set control.http=true" in say(capsys, "unpin", "--run", silent)[2]
+    with RunFolder.create(load_settings(None, ["control.http=true"]), listens):
+        with RunLock(listens):
+            assert "starts and does not listen yet; ask again" in say(capsys, "unpin", "--run", listens)[2]
+        code, _, error = say(capsys, "freeze", "--run", listens)
+    assert code == 2
+    assert f"has ended, so nothing takes commands; to go on: pearl-rl resume {listens}" in error
+    with RunFolder.create_simulation(load_scenario("webshop").model_dump(), simulated):
+        assert "is a recorded simulation" in say(capsys, "workers", "cordon", "4", "--run", simulated)[2]
+    assert "has no worker" in say(capsys, "pin", "0C", "--run", silent)[2]
 
 
 def test_who_looks_whether_a_run_lives_is_in_nobody_s_way(tmp_path):

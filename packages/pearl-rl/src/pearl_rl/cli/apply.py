@@ -118,7 +118,9 @@ def words(found: Prospect) -> list[str]:
     if found.plan is None:
         return [f"{found.now} is there already; nothing would change"]
     plan = found.plan
-    lines = [f"{found.now} → {found.target}: {plan.changes} changes in {len(plan.stages)} stages"]
+    lines = [
+        f"{found.now} → {found.target}: {_counted(plan.changes, 'change')} in {_counted(len(plan.stages), 'stage')}"
+    ]
     for number, stage in enumerate(plan.stages, start=1):
         parts = []
         if stage.leave:
@@ -133,3 +135,7 @@ def words(found: Prospect) -> list[str]:
 
 def _ids(ids: Any) -> str:
     return ", ".join(str(id_) for id_ in sorted(ids))
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

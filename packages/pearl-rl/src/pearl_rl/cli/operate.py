@@ -139,7 +139,8 @@ def pin(run: Path | None, configuration: str, *, as_json: bool) -> ExitCode:
     from pearl_state.errors import ConfigurationError
 
     try:
-        Configuration.parse(configuration)
+        if not Configuration.parse(configuration).workers:
+            raise CommandError(f"configuration '{configuration}' has no worker, so that nothing would be served")
     except ConfigurationError as error:
         folder = "; a run folder is given by --run RUN_DIR" if "/" in configuration else ""
         raise CommandError(f"{error}{folder}") from None

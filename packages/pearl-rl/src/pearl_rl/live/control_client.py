@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from pearl_rl.control.control_server import CONTROL_FILE, read_control
 from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON
+from pearl_rl.run_lock import held
 
 _ANSWER_S: Final = 10.0
 
@@ -17,9 +19,7 @@ async def send_command(run: Path, command: Mapping[str, Any]) -> Mapping[str, An
     """What the run answers. Raises `CommandError` where it does not listen, or refuses, with its reason."""
     control = read_control(run)
     if control is None:
-        raise CommandError(
-            f"{run}: does not listen (no {CONTROL_FILE}); start it with --set control.http=true, or it is over"
-        )
+        raise CommandError(f"{run}: {_why_silent(run)}")
     address = urlsplit(control["url"])
     body = json.dumps(command).encode()
     head = (
@@ -54,3 +54,16 @@ async def send_command(run: Path, command: Mapping[str, Any]) -> Mapping[str, An
     if status != [b"200"]:
         raise CommandError(f"{run}: {result.get('error', 'the command was refused')}")
     return result
+
+
+def _why_silent(run: Path) -> str:
+    """Why a run has no control file, and what to do."""
+    if (run / SCENARIO_JSON).is_file():
+        return "is a recorded simulation; only a run of `pearl-rl train` can be operated"
+    alive = held(run)
+    if alive is False:
+        return f"its process has ended, so nothing takes commands; to go on: pearl-rl resume {run}"
+    settings = json.loads((run / CONFIG_JSON).read_text(encoding="utf-8"))["settings"]
+    if alive and settings["control"]["http"]:
+        return "starts and does not listen yet; ask again when `pearl-rl status` says that it is running"
+    return f"does not listen (no {CONTROL_FILE}); start it with --set control.http=true, or it is over"

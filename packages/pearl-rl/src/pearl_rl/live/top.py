@@ -52,7 +52,7 @@ def facts(view: Mapping[str, Any]) -> RenderableType:
     grid.add_column(overflow="fold")
     done, steps = view["completed"], view["steps"]
     grid.add_row("step", _bar(done, steps) if steps and steps < 10**6 else str(done))
-    if view["batch"]:
+    if view["batch"] and not view["outcome"]:
         complete = view["batch"] - view["remaining"]
         grid.add_row(
             "batch", f"step {view['step']}: {complete} of {view['batch']} complete; training {view['training']}"
