@@ -4,6 +4,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,12 @@ class Follower:
 
     def _written_at_s(self) -> float:
         """When the run last wrote anything, seconds since the epoch."""
-        files = [*self.path.glob("*.json*"), *self.path.glob("journal/*")]
-        return max((file.stat().st_mtime for file in files), default=0.0)
+        newest = 0.0
+        for file in (*self.path.glob("*.json*"), *self.path.glob("journal/*")):
+            # It may get another name, or go, while we look.
+            with suppress(FileNotFoundError):
+                newest = max(newest, file.stat().st_mtime)
+        return newest
 
     def outcome(self, state: str) -> str:
         """How a run ended and what to do then, for people; empty while it goes on."""
