@@ -46,9 +46,9 @@
 
   function show(now) {
     view = now;
-    const words = { starting: "starting", running: "running", ended: "ended", died: "died without a summary", silent: "nothing written for a while: killed?" };
+    const words = { starting: "starting", running: "running", silent: "nothing written for a while: killed?" };
     const state = dash.querySelector(".state");
-    state.textContent = words[now.state]; state.title = now.outcome; state.dataset.state = now.state;
+    state.textContent = now.outcome || words[now.state]; state.dataset.state = now.state;
     dash.querySelector('[data-key="clock"]').textContent = `at ${duration(now.now_s)} of the run's clock`;
     const last = now.last_step;
     tile("step", now.steps < 1e6 ? `${now.completed}/${now.steps}` : `${now.completed}`);
@@ -59,7 +59,7 @@
     tile("queue", `${now.decoding} + ${now.waiting}`);
     tile("weights", `v${now.weight_version}`);
     tile("reclaims", String(now.reclaims));
-    part("batch", [now.step, now.batch, now.remaining, now.training], batch);
+    part("batch", [now.step, now.outcome ? 0 : now.batch, now.remaining, now.training, now.outcome], batch);
     part("control", [now.control, now.pinned, now.state], controls);
     part("map", now.workers, map);
     part("more", now.more_workers, (more) => { dash.querySelector(".more").textContent = more ? `${more} more workers are not shown.` : ""; });
@@ -70,11 +70,11 @@
       ...news.length ? [] : [make("li", { class: "none" }, "Nothing has happened yet.")], ...news.map((item) => make("li", {}, make("span", { class: "when" }, duration(item.at_s)), " ", item.text))));
   }
 
-  function batch([step, size, remaining, training]) {
+  function batch([step, size, remaining, training, outcome]) {
     const done = size ? 100 * (size - remaining) / size : 0;
     const doing = { idle: "training is idle", waiting: "training waits for its GPUs", running: "an update runs" };
     dash.querySelector(".batchwords").textContent = size
-      ? `step ${step}: ${size - remaining} of ${size} trajectories complete; ${doing[training]}` : "no batch yet";
+      ? `step ${step}: ${size - remaining} of ${size} trajectories complete; ${doing[training]}` : outcome ? "none under way" : "no batch yet";
     const bar = dash.querySelector(".bar");
     bar.setAttribute("aria-valuenow", done.toFixed(0));
     bar.firstElementChild.style.width = `${done}%`;
