@@ -118,6 +118,17 @@ def test_a_run_that_begins_says_so_and_one_that_is_silent_too(tmp_path):
         assert later.state() == "silent"
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": '])
+def test_a_damaged_or_half_written_configuration_is_one_line_whatever_is_asked(tmp_path, capsys, text):
+    path = tmp_path / "run"
+    with RunFolder.create(load_settings(), path), RunLock(path):
+        (path / "config.resolved.json").write_text(text)
+        for words in (("status", path), ("top", path), ("workers", "list", "--run", path), ("unpin", "--run", path)):
+            code, _, error = say(capsys, *words)
+            assert (code, error.count("\n")) == (2, 1), error
+            assert "cannot be read as a run" in error
+
+
 def test_a_file_that_goes_while_it_is_looked_at_disturbs_nobody(tmp_path):
     """Half-written files get their names, and old parts of a journal go, at any moment."""
     with RunFolder.create(load_settings(), tmp_path / "run"):

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from pearl_rl.control.control_server import CONTROL_FILE, read_control
 from pearl_rl.errors import CommandError, ExitCode
-from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON
+from pearl_rl.report.run_record import read_configuration
+from pearl_rl.run_folder import SCENARIO_JSON
 from pearl_rl.run_lock import held
 
 _ANSWER_S: Final = 10.0
@@ -63,7 +64,6 @@ def _why_silent(run: Path) -> str:
     alive = held(run)
     if alive is False:
         return f"its process has ended, so nothing takes commands; to go on: pearl-rl resume {run}"
-    settings = json.loads((run / CONFIG_JSON).read_text(encoding="utf-8"))["settings"]
-    if alive and settings["control"]["http"]:
+    if alive and read_configuration(run)["control"]["http"]:
         return "starts and does not listen yet; ask again when `pearl-rl status` says that it is running"
     return f"does not listen (no {CONTROL_FILE}); start it with --set control.http=true, or it is over"

@@ -12,9 +12,9 @@ from typing import Any
 from pearl_planner.gate import NOBODY_S
 from pearl_rl.control.control_server import read_control
 from pearl_rl.presentation.words import gain_words, reason_words, seconds
-from pearl_rl.report.run_record import check_run_folder, step_tokens
+from pearl_rl.report.run_record import read_configuration, step_tokens
 from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
-from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY
+from pearl_rl.run_folder import SCENARIO_JSON, SUMMARY
 from pearl_rl.run_lock import held
 from pearl_state.decision import Reason
 
@@ -55,11 +55,9 @@ class Follower:
 
     def __init__(self, path: Path, wall_s: Callable[[], float] | None = None) -> None:
         """`wall_s` is the clock of file times, seconds since the epoch. Raises `CommandError` for no run's folder."""
-        check_run_folder(path)
+        self.config = read_configuration(path)
         self.path = path
         self.simulated = (path / SCENARIO_JSON).is_file()
-        document = json.loads((path / (SCENARIO_JSON if self.simulated else CONFIG_JSON)).read_text(encoding="utf-8"))
-        self.config: Mapping[str, Any] = document if self.simulated else document["settings"]
         self.rows: Mapping[int, Mapping[str, Any]] = {}
         self.about: Mapping[str, Any] = {}
         self.loads: Mapping[str, Mapping[str, Any]] = {}

@@ -115,13 +115,30 @@ def check_run_folder(path: Path) -> None:
         raise CommandError(f"{path}: {what}; give the folder of a run or of a recorded simulation")
 
 
+def read_configuration(path: Path) -> Mapping[str, Any]:
+    """A run's settings, or a simulation's scenario. Raises `CommandError` where `path` holds none, or a broken file."""
+    check_run_folder(path)
+    simulated = (path / SCENARIO_JSON).is_file()
+    try:
+        document = json.loads((path / (SCENARIO_JSON if simulated else CONFIG_JSON)).read_text(encoding="utf-8"))
+        found: Mapping[str, Any] = document if simulated else document["settings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise unreadable(path, error) from None
+    return found
+
+
 def read_run(path: Path) -> RunRecord:
     """Read a run's folder, also of a run that goes on. Raises `CommandError` where it holds none, or a broken file."""
     check_run_folder(path)
     try:
         return _read(path)
     except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{path}: cannot be read as a run ({error!r}); is a file of it damaged?") from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: Exception) -> CommandError:
+    """What to say of a folder in which a file is not what a run writes."""
+    return CommandError(f"{path}: cannot be read as a run ({error!r}); is a file of it damaged?")
 
 
 def _read(path: Path) -> RunRecord:
