@@ -14,8 +14,10 @@ from pearl_state.worker import Worker, WorkerId
 
 T = TypeVar("T")
 
-WEIGHT_ROUNDS = 3
-"""How often a prepared group is brought to a version that was published meanwhile; admission checks it once more."""
+WEIGHT_ROUNDS = 2
+"""How often a prepared group is brought to a version that was published meanwhile. One may be overtaken by the next
+version; a publisher that overtakes two is faster than loads are, and admission checks the group once more.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
