@@ -33,6 +33,7 @@ from pearl_planner.forecast.sources import (
     tool_residual_s,
     weighted_tokens,
 )
+from pearl_planner.forecast.speed import ServiceTimes
 from pearl_state.worker import WorkerId
 
 times_s = st.floats(0.0, 100.0)
@@ -199,7 +200,7 @@ def test_eq_14_counts_what_is_admitted_before_the_end() -> None:
         now_s=0.0,
         horizon_s=10.0,
         instances={
-            A: InstanceQueue(in_flight=[(4.0, 400)], queued=[500, 100]),
+            A: InstanceQueue(in_flight=[(4.0, 400)], queued=[(500, 500.0), (100, 100.0)]),
             B: InstanceQueue(),
         },
         unassigned=[],
@@ -229,7 +230,7 @@ def test_a_likely_arrival_takes_and_counts_its_part() -> None:
 
 def test_without_an_instance_nothing_is_admitted() -> None:
     nothing = decode_admissions(
-        now_s=0.0, horizon_s=10.0, instances={}, unassigned=[5], arrivals=[], service_s=float, kv_bytes=float
+        now_s=0.0, horizon_s=10.0, instances={}, unassigned=[(5, 5.0)], arrivals=[], service_s=float, kv_bytes=float
     )
     assert (nothing.tokens, nothing.kv_bytes) == (0.0, 0.0)
 
@@ -256,13 +257,53 @@ def test_admissions_never_exceed_the_requests_and_grow_with_the_horizon(
             now_s=0.0,
             horizon_s=horizon_s,
             instances={WorkerId(i): InstanceQueue() for i in range(instances)},
-            unassigned=prompts,
+            unassigned=[(prompt, float(prompt)) for prompt in prompts],
             arrivals=[],
             service_s=lambda tokens: tokens / 500.0,
             kv_bytes=float,
         ).tokens
 
     assert 0.0 <= admitted(horizon_s) <= admitted(2 * horizon_s) <= sum(prompts)
+
+
+def test_each_attention_rank_serves_one_prompt_after_the_other() -> None:
+    admitted = decode_admissions(
+        now_s=0.0,
+        horizon_s=10.0,
+        instances={A: InstanceQueue(in_flight=[(5.0, 400)], queued=[(5000, 700.0), (5000, 300.0), (800, 800.0)])},
+        unassigned=[],
+        arrivals=[Arrival(6.0, 5000.0, new_tokens=100.0)],
+        service_s=lambda tokens: tokens / 100.0,
+        kv_bytes=lambda tokens: 2.0 * tokens,
+        latency_s=1.0,
+        ranks=2,
+    )
+    # One rank is free at 4 s (in flight to 5 s, of which the last second is the iteration's), the other at once.
+    # 700 to compute there: free at 7, out at 8. 300 on the first: free at 7, out at 8. 800: free at 15.
+    # The arrival at 6 s goes to the other rank: free at 8, out at 9.
+    assert admitted.tokens == 400 + 5000 + 5000 + 5000
+    assert admitted.kv_bytes == 2 * admitted.tokens
+    assert admitted.available_s == {A: 15.0}
+
+
+@given(st.lists(st.integers(1, 5000), max_size=12), st.integers(1, 4), st.floats(0.5, 40.0), st.floats(0.0, 3.0))
+def test_one_instance_with_ranks_does_what_as_many_instances_of_one_rank_do(
+    prompts: list[int], ranks: int, horizon_s: float, latency_s: float
+) -> None:
+    def admitted(instances: int, ranks: int) -> float:
+        return decode_admissions(
+            now_s=3.0,
+            horizon_s=horizon_s,
+            instances={WorkerId(i): InstanceQueue() for i in range(instances)},
+            unassigned=[(prompt, 0.5 * prompt) for prompt in prompts],
+            arrivals=[],
+            service_s=lambda tokens: tokens / 500.0,
+            kv_bytes=float,
+            latency_s=latency_s,
+            ranks=ranks,
+        ).tokens
+
+    assert admitted(1, ranks) == admitted(ranks, 1) <= admitted(1, ranks + 1)
 
 
 # ---- (15): correction, and the error it is judged by ----------------------------------------------------------------
@@ -372,6 +413,46 @@ def test_a_speed_holds_for_prompts_of_which_as_much_is_new() -> None:
     speed.served(A, 1000, 20.0, fresh=1.0)
     assert speed.tokens_per_s(1000, profiled_fresh_per_s=50.0, fresh=1.0) == pytest.approx(100.0)
     assert speed.tokens_per_s(1000, profiled_fresh_per_s=50.0, fresh=0.25) == pytest.approx(500.0)
+
+
+def test_service_times_are_a_line_through_what_answers_told() -> None:
+    service = ServiceTimes()
+    # Nothing told: 30 s of service at 10 ms a token.
+    assert service.line(0.01) == pytest.approx((0.0, 0.01))
+    for _ in range(400):
+        # Half a second for any prompt and 2 ms for each token.
+        service.observe(100.0, 0.7)
+        service.observe(2000.0, 4.5)
+    each_s, token_s = service.line(0.01)
+    assert each_s == pytest.approx(0.5, abs=0.05)
+    assert token_s == pytest.approx(0.002, rel=0.05)
+
+
+def test_answers_that_are_all_alike_do_not_say_that_tokens_cost_nothing() -> None:
+    """All prompts were in the cache but for a token: what a token costs is still as it was profiled."""
+    service = ServiceTimes()
+    for _ in range(50):
+        service.observe(1.0, 0.4)
+    each_s, token_s = service.line(0.001)
+    assert each_s == pytest.approx(0.4, rel=0.01)
+    assert token_s == pytest.approx(0.001, rel=0.01)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 200.0)), max_size=30),
+    st.floats(1e-6, 1.0),
+    st.floats(0.0, 1e5),
+)
+def test_no_prompt_takes_less_than_nothing(
+    answers: list[tuple[float, float]], prior_token_s: float, tokens: float
+) -> None:
+    service = ServiceTimes()
+    for new_tokens, seconds in answers:
+        service.observe(new_tokens, seconds)
+    each_s, token_s = service.line(prior_token_s)
+    assert each_s >= 0.0
+    assert token_s >= 0.0
+    assert 0.0 <= each_s + token_s * tokens < float("inf")
 
 
 @given(st.lists(st.tuples(st.integers(100, 120), st.floats(0.5, 2.0)), min_size=1, max_size=40))

@@ -1,6 +1,7 @@
 """The predictor as a whole: sums over all sources, learning from residuals, and no knowledge of the future."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -232,3 +233,88 @@ def test_nothing_is_remembered_of_groups_that_are_over() -> None:
     history = predictor.history
     assert not history.group_prompt
     assert not history.fresh
+
+
+def member(name: str, predictor: WorkloadPredictor) -> PhaseChange:
+    """A trajectory of group "g" whose environment starts at 0 s."""
+    record = PhaseChange(trajectory=TrajectoryId(name), group=GroupId("g"), phase=P.SAMPLED, at_s=0.0)
+    predictor.observe(record)
+    record = follow_up(record, P.ENVIRONMENT_STARTING, 0.0, startup=StartupMode.PREWARMED)
+    predictor.observe(record)
+    return record
+
+
+def assigned(record: PhaseChange, predictor: WorkloadPredictor, at_s: float, prompt: int, weights: int) -> PhaseChange:
+    """It joins the ready queue and `PREFILL` is chosen for it."""
+    record = follow_up(record, P.READY, at_s, prompt_tokens=prompt)
+    predictor.observe(record)
+    record = follow_up(record, P.READY, at_s, prompt_tokens=prompt, instance=PREFILL, weights=weights)
+    predictor.observe(record)
+    return record
+
+
+def turned(record: PhaseChange, predictor: WorkloadPredictor, at_s: float, prefill_s: float) -> PhaseChange:
+    """It is prefilled by `at_s`, decodes for a second and calls a tool with 50 tokens more."""
+    record = follow_up(record, P.PREFILL, record.at_s, instance=PREFILL, weights=record.weights)
+    predictor.observe(record)
+    record = follow_up(record, P.DECODE, at_s, instance=DECODE)
+    predictor.observe(record)
+    record = follow_up(record, P.TOOL, at_s + 1.0, prompt_tokens=record.prompt_tokens + 50, prefill_s=prefill_s)
+    predictor.observe(record)
+    return record
+
+
+def test_newer_weights_make_whole_prompts_new_again_but_for_what_a_member_computed() -> None:
+    predictor = WorkloadPredictor()
+    one, other, third = (member(name, predictor) for name in ("one", "other", "third"))
+    fresh = predictor.history.fresh
+    one = assigned(one, predictor, 1.0, 1000, weights=3)
+    other = assigned(other, predictor, 1.0, 1000, weights=3)
+    assert fresh[one.trajectory] == 1.0
+    assert fresh[other.trajectory] == 0.0, "the instance computes what they share once"
+    one = turned(one, predictor, 2.0, 1.0)
+    one = assigned(one, predictor, 5.0, 1250, weights=3)
+    assert fresh[one.trajectory] == pytest.approx(250 / 1250)
+    # The other one's next prompt is computed by newer weights: nobody computed anything of it with them.
+    other = turned(other, predictor, 6.0, 0.1)
+    other = assigned(other, predictor, 8.0, 1600, weights=4)
+    assert fresh[other.trajectory] == 1.0
+    # Once it is done, its first 1,000 tokens, which the group shares, are there.
+    turned(other, predictor, 9.0, 1.6)
+    third = assigned(third, predictor, 9.0, 1000, weights=4)
+    assert fresh[third.trajectory] == 0.0
+    # The first one was chosen before that: it is computed by the newer weights all the same.
+    assert predictor.history.new_tokens(one, 1250) == 250.0
+
+
+def test_admissions_count_what_must_be_computed_and_not_what_is_cached() -> None:
+    """100 tokens a second: of two prompts of 5,000 tokens one is new, the other is all but new."""
+    predictor = WorkloadPredictor()
+    one = turned(assigned(member("one", predictor), predictor, 0.0, 5000, weights=1), predictor, 50.0, 50.0)
+    for _ in range(200):
+        predictor.history.service.observe(5000.0, 50.0)
+    assigned(one, predictor, 60.0, 5100, weights=1)
+    found = forecast(predictor, 60.0)
+    assert found.admitted_raw_tokens == 5100.0, "100 of its tokens are new: a second"
+    later = WorkloadPredictor()
+    one = turned(assigned(member("one", later), later, 0.0, 5000, weights=1), later, 50.0, 50.0)
+    for _ in range(200):
+        later.history.service.observe(5000.0, 50.0)
+    assigned(one, later, 60.0, 5100, weights=2)
+    assert forecast(later, 60.0).admitted_raw_tokens == 0.0, "newer weights compute it whole: 51 s"
+
+
+def test_the_speed_of_ranks_that_had_no_prompt_counts() -> None:
+    """One prompt at a time on an instance of four ranks, a second each: it could do four times as much."""
+    speeds = []
+    for ranks in (1, 4):
+        predictor = WorkloadPredictor(PredictorSettings(ranks=ranks))
+        for i in range(40):
+            for change in life(f"t{i}", 4.0 * i, [(1000, 1.0, 1.0, 1.0)]):
+                predictor.observe(replace(change, prefill_s=1.0 if change.phase is P.TOOL else None))
+        speeds.append(
+            predictor.forecast(
+                200.0, prefill=[PREFILL], profiled_tokens_per_s=1000.0 * ranks, kv_bytes_per_token=2.0
+            ).tokens_per_s
+        )
+    assert speeds == [pytest.approx(1000.0), pytest.approx(4000.0)]

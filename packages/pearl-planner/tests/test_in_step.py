@@ -308,6 +308,48 @@ def test_what_waits_for_a_full_decode_pool_is_work_for_decode() -> None:
     assert target_configuration(blocked, 10).decode > target_configuration(roomy, 10).decode
 
 
+def test_a_full_decode_pool_must_grow_as_much_as_what_wants_to_pass_exceeds_what_does() -> None:
+    """Two workers of 100 GB, full, admit 300,000 of 900,000 tokens a window: 6 of them would admit all."""
+    full = replace(
+        load(1.0, 1.0), resident_kv_bytes=190e9, admitted_tokens=300_000.0, prefill_tokens=900_000.0, backlog_tokens=7e5
+    )
+    workload = replace(WORKLOAD, context_tokens=1e6)
+
+    def decode(forecast: events.LoadForecast) -> float:
+        demand = demand_of([forecast], 2, workload, PLATFORM)
+        assert demand is not None
+        return demand.decode
+
+    assert decode(full) == pytest.approx(3 * 1.9)
+    # Contexts that begin alike share memory: what they sum up to may exceed the pool, which then is full.
+    assert decode(replace(full, resident_kv_bytes=500e9)) == pytest.approx(6.0)
+    assert decode(replace(full, admitted_tokens=900_000.0)) == pytest.approx(1.9)
+
+
+def test_the_makespan_model_has_no_say_against_more_of_a_decode_memory_that_is_full() -> None:
+    policy = replace(even(), keeps_prefixes=True)
+    workload = replace(MEASURED, context_tokens=20_000.0)
+
+    def chosen(resident: float, live: int) -> Configuration:
+        windows = [
+            replace(
+                load(2.0, 0.1, 100.0 + 10.0 * i, live=live),
+                resident_kv_bytes=resident * PLATFORM.kv_capacity_bytes,
+                decode_kv_bytes=3.9 * PLATFORM.kv_capacity_bytes,
+                prefill_tokens=1e6,
+                admitted_tokens=5e5,
+            )
+            for i in range(SETTLED)
+        ]
+        decision = policy.answer(windows, Configuration(4, 4), workload, PLATFORM)
+        assert decision is not None
+        return decision.selected
+
+    assert chosen(3.9, 500).decode > 4
+    # With room for all, what the model thinks of the ratios counts.
+    assert chosen(0.5, 500) == Configuration(4, 4)
+
+
 def test_prorsa_begins_with_the_ratio_of_the_profiles() -> None:
     first = running(prorsa()).table.configuration
     assert first == prorsa().decide(workload=WORKLOAD, platform=PLATFORM, budget_workers=8).selected

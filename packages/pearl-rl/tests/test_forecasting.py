@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pearl_executor.virtual_time import SimulationDeadlockError, run_virtual
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
@@ -137,7 +139,17 @@ def test_ranks_wait_for_the_busiest_of_them() -> None:
     costs = DataParallelCosts(LinearCosts(), 4)
     alone_s, even_s = costs.prefill_s([(100, 0)], 1), costs.prefill_s([(100, 0)] * 4, 4)
     assert alone_s == pytest.approx(even_s), "one prompt alone leaves three ranks idle"
-    assert even_s == pytest.approx(2e-3 + 4 * 99e-3)
+    assert even_s == LinearCosts().prefill_s([(100, 0)] * 4, 4), "all ranks busy are the whole worker"
     assert costs.prefill_s([(100, 0), (60, 0), (40, 0), (30, 0), (20, 0)], 5) == pytest.approx(even_s)
     assert DataParallelCosts(LinearCosts(), 1).prefill_s([(100, 0)], 1) == LinearCosts().prefill_s([(100, 0)], 1)
     assert costs.decode_curve(7) == 7
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=12), st.integers(1, 8))
+def test_ranks_take_at_least_as_long_as_the_whole_worker_would(chunks: list[int], ranks: int) -> None:
+    parts = [(tokens, 0) for tokens in chunks]
+    whole_s = LinearCosts().prefill_s(parts, len(parts))
+    ranked_s = DataParallelCosts(LinearCosts(), ranks).prefill_s(parts, len(parts))
+    assert ranked_s >= whole_s - 1e-12
+    # Not longer than with all of them on one rank.
+    assert ranked_s <= LinearCosts().prefill_s(parts * ranks, len(parts)) + 1e-12

@@ -156,3 +156,29 @@ def test_calls_of_nobody_leave_no_trace() -> None:
 def test_tasks_of_one_source_are_one_kind() -> None:
     assert task_kind("bisect-000017") == "bisect"
     assert task_kind("17") == ""
+
+
+def test_as_many_prompts_as_an_instance_has_ranks_are_in_service_with_the_weights_it_has() -> None:
+    changes: list[PhaseChange] = []
+    port = FakeGeneration(prefill_s=0.25)
+
+    async def main() -> None:
+        lifecycle = LifecycleTrace(changes.append, WorkloadPredictor().observe, ranks=2)
+        router = Router(port, lifecycle=lifecycle)
+        router.apply(serving_table(ROLES))
+        for number in range(3):
+            begin(lifecycle, router, number)
+        await asyncio.gather(*(router.generate(call(number)) for number in range(3)))
+        await router.aclose()
+
+    run_virtual(main())
+    served = [change for change in changes if change.phase is P.PREFILL]
+    at_once = [change.trajectory for change in served if change.at_s == served[0].at_s]
+    assert at_once == [trajectory(0), trajectory(1)]
+    assert len(served) == 3, "the third one begins once one of them is done"
+    versions = {row.weight_version for row in serving_table(ROLES).rows.values()}
+    assert {change.weights for change in served} == versions
+    answers = [change for change in changes if change.phase is P.TOOL]
+    assert [change.prefill_s for change in answers] == [0.25] * 3
+    assert all(change.prefill_s is None and change.weights is None for change in changes if change.phase is P.DECODE)
+    assert answers[0].to_json()["prefill_s"] == 0.25

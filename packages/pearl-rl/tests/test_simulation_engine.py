@@ -53,6 +53,17 @@ def test_a_request_alone_takes_the_sum_of_its_iterations() -> None:
     assert e.meter.prefill_tokens == 12_000
 
 
+def test_a_long_prompt_on_one_attention_rank_leaves_the_others_to_whoever_comes() -> None:
+    """Four ranks of 2,048 tokens an iteration: a prompt of 20,000 takes ten, one of 100 the next one."""
+    e = engine(prompt_chunk_tokens=2048)
+    e.submit(request(0, prompt=20_000, new=1), 0.0)
+    e.submit(request(1, prompt=100, new=1), 0.01)
+    first_s = COSTS.prefill_s([(2048, 0)], 0)
+    done = times(run_out(e), Outcome.PREFILLED)
+    assert done["r1"] == pytest.approx(first_s + COSTS.prefill_s([(2048, 2048), (100, 0)], 1))
+    assert done["r0"] > done["r1"]
+
+
 def test_the_next_turn_computes_only_what_is_new() -> None:
     e = engine()
     e.submit(request(prompt=5000, new=100), 0.0)

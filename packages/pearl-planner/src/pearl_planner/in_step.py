@@ -126,7 +126,9 @@ class InStepPolicy:
         the decode pool holds nothing that the prefill pool would have to compute. A demand that asked for the same
         direction for t seconds is taken to last as long again, `persistence_s` at least. What the makespan model
         does not expect to be clearly faster for those that live is not considered, whatever its margin; it expects
-        nothing before a step was measured.
+        nothing before a step was measured. Where a role has more work than it can do, it is enough that the model does
+        not expect to be clearly slower. Of decode memory it knows nothing: where that is full, more of it is considered
+        whatever the model expects.
         """
         demand = demand_of(forecasts[-_AVERAGED:], current.decode, workload, platform)
         if demand is None:
@@ -152,9 +154,16 @@ class InStepPolicy:
         clear.sort(key=lambda verdict: verdict.cost_s - verdict.gain_s)
         if clear and workload.context_tokens:
             live = max(1, forecasts[-1].live)
-            below_s = (1.0 - threshold) * self._foreseen_s(current, live, workload, platform)
-            tried = clear[:_TRIED]
-            clear = [v for v in tried if self._foreseen_s(v.target, live, workload, platform) < below_s]
+            full = is_full(forecasts[-1], current.decode, platform)
+            # What is overloaded as measured need not be expected to get faster, but not slower either.
+            most = 1.0 + threshold if verdicts[0].margin_before < 0.0 else 1.0 - threshold
+            below_s = most * self._foreseen_s(current, live, workload, platform)
+            clear = [
+                v
+                for v in clear[:_TRIED]
+                if (full and v.target.decode > current.decode)
+                or self._foreseen_s(v.target, live, workload, platform) < below_s
+            ]
         return clear[0] if clear else replace(verdicts[0], switch=False)
 
     def _foreseen_s(
@@ -228,16 +237,27 @@ def decode_busy(forecasts: Sequence[LoadForecast], workload: WorkloadProfile, pl
     return requests_per_s * workload.response_tokens * platform.decode_per_sequence_s
 
 
-def _decode_kv_bytes(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> float:
-    """K^D + K̂^D; where the decode pool is full, K^D and the KV of everything that waits.
+def is_full(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> bool:
+    """Whether the KV memory of `decode` decode workers has no room for most contexts."""
+    return forecast.resident_kv_bytes >= _FULL * decode * platform.kv_capacity_bytes
 
-    A full pool admits nobody. What waits for room waits in front of prefill, where it looks like work for prefill and
-    like none for decode, and would draw workers away from where they are missing.
+
+def _decode_kv_bytes(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> float:
+    """K^D + K̂^D; where the decode pool is full, the KV with which it would admit all that wants to be prefilled.
+
+    A full pool admits who finds room, and what waits for room waits in front of prefill: it looks like work for prefill
+    and like none for decode, and would draw workers away from where they are missing. By Little's law requests stay in
+    decode for as long as KV there is over KV that is admitted a second; for W^P instead of Â^D to be admitted with as
+    long a stay, the KV must be W^P / Â^D times as much.
     """
-    if forecast.resident_kv_bytes < _FULL * decode * platform.kv_capacity_bytes:
+    if not is_full(forecast, decode, platform):
         return forecast.decode_kv_bytes
-    waiting = forecast.backlog_tokens * platform.kv_bytes_per_token
-    return max(forecast.decode_kv_bytes, forecast.resident_kv_bytes + waiting)
+    # Contexts that begin alike share memory: their sum may exceed what is there.
+    resident = min(forecast.resident_kv_bytes, decode * platform.kv_capacity_bytes)
+    if forecast.admitted_tokens <= 0.0:
+        waiting = forecast.backlog_tokens * platform.kv_bytes_per_token
+        return max(forecast.decode_kv_bytes, resident + waiting)
+    return resident * max(1.0, forecast.prefill_tokens / forecast.admitted_tokens)
 
 
 def demand_of(

@@ -70,6 +70,11 @@ class PhaseChange:
     trajectory has, its last response included."""
     instance: WorkerId | None = None
     """READY, PREFILL: the worker that prefills. DECODE: the worker that decodes."""
+    weights: int | None = None
+    """READY, PREFILL: version of the instance's weights when it was chosen, where known: what older ones computed of
+    the prompt is void."""
+    prefill_s: float | None = None
+    """TOOL only: for how long the prompt's computation lasted, without queues and hand-over, where the worker said."""
     startup: StartupMode | None = None
     """ENVIRONMENT_STARTING only."""
     tool: str = ""
@@ -82,7 +87,18 @@ class PhaseChange:
     def to_json(self) -> dict[str, Any]:
         """A JSON-able form without what is not set."""
         out: dict[str, Any] = {"trajectory": self.trajectory, "phase": str(self.phase), "at_s": self.at_s}
-        for name in ("group", "task", "turn", "prompt_tokens", "instance", "tool", "load", "accepted"):
+        for name in (
+            "group",
+            "task",
+            "turn",
+            "prompt_tokens",
+            "instance",
+            "weights",
+            "prefill_s",
+            "tool",
+            "load",
+            "accepted",
+        ):
             value = getattr(self, name)
             if value not in ("", None):
                 out[name] = value
@@ -133,4 +149,5 @@ class LiveTrajectories:
 def follow_up(before: PhaseChange, phase: TrajectoryPhase, at_s: float, **changed: Any) -> PhaseChange:
     """The next record of the same trajectory: who it is and where it stands stay, what belonged to the phase goes."""
     fresh: dict[str, Any] = {"startup": None, "tool": "", "load": 0, "accepted": None, "instance": None}
+    fresh |= {"weights": None, "prefill_s": None}
     return replace(before, phase=phase, at_s=at_s, **{**fresh, **changed})

@@ -10,6 +10,9 @@ from heapq import heapify, heapreplace
 from pearl_planner.forecast.sources import Arrival
 from pearl_state.worker import WorkerId
 
+Waiting = tuple[int, float]
+"""A request that waits: its whole prompt, and the tokens of it that must be computed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceQueue:
@@ -17,8 +20,8 @@ class InstanceQueue:
 
     in_flight: Sequence[tuple[float, int]] = ()
     """(estimated finish time b̂, whole prompt) of each request in Prefill: progress before now is in b̂."""
-    queued: Sequence[int] = ()
-    """Whole prompts of the requests that wait for it, in scheduling order."""
+    queued: Sequence[Waiting] = ()
+    """The requests that wait for it, in scheduling order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,46 +55,53 @@ def decode_admissions(
     now_s: float,
     horizon_s: float,
     instances: Mapping[WorkerId, InstanceQueue],
-    unassigned: Iterable[int],
+    unassigned: Iterable[Waiting],
     arrivals: Iterable[Arrival],
     service_s: Callable[[float], float],
     kv_bytes: Callable[[float], float],
+    latency_s: float = 0.0,
+    ranks: int = 1,
 ) -> Admissions:
     """Â^D and K̂^D (eq. 14).
 
-    `unassigned` are ready requests that no instance was chosen for; they and the future `arrivals` go, in the order of
-    their arrival, to the instance that is available first, as the router sends a prompt to the shortest queue. An
-    arrival of weight q takes q of its service time and counts q of its tokens. `service_s` is g, `kv_bytes` is κ^D.
-    Without an instance nothing is admitted.
+    An instance has `ranks` attention ranks, each of which serves one prompt after the other: eq. (13) holds for each
+    rank, and the next prompt of the instance's queue goes to the rank that is available first. `unassigned` are ready
+    requests that no instance was chosen for; they and the future `arrivals` go, in the order of their arrival, to the
+    rank of all that is available first, as the router sends a prompt to the shortest queue. An arrival of weight q
+    takes q of its service time and counts q of its tokens. `service_s` is g, of the tokens to compute; `kv_bytes` is
+    κ^D. `latency_s` is what a prompt takes beyond its service, while its rank serves others already: the iteration
+    that it is part of. Without an instance nothing is admitted.
     """
     end_s = now_s + horizon_s
     tokens = kv = 0.0
-    available: dict[WorkerId, float] = {}
+    free: list[tuple[float, WorkerId]] = []
     for id_, queue in instances.items():
-        free_s = now_s
-        for finish_s, prompt in queue.in_flight:
-            free_s = max(free_s, finish_s)
+        # Prompts in flight beyond the ranks share them: whoever is last on a rank says when it is available.
+        until_s = [max(now_s, finish_s - latency_s) for finish_s in sorted(finish_s for finish_s, _ in queue.in_flight)]
+        until_s = [*until_s[-ranks:], *[now_s] * ranks][:ranks]
+        heapify(until_s)
+        admitted = list(queue.in_flight)
+        for prompt, new_tokens in queue.queued:
+            free_s = until_s[0] + service_s(new_tokens)
+            heapreplace(until_s, free_s)
+            admitted.append((free_s + latency_s, prompt))
+        for finish_s, prompt in admitted:
             if finish_s < end_s:
                 tokens += prompt
                 kv += kv_bytes(prompt)
-        finished, free_s = completion_times(
-            [now_s] * len(queue.queued), [service_s(prompt) for prompt in queue.queued], free_s
-        )
-        for finish_s, prompt in zip(finished, queue.queued, strict=True):
-            if finish_s < end_s:
-                tokens += prompt
-                kv += kv_bytes(prompt)
-        available[id_] = free_s
-    heap = [(free_s, id_) for id_, free_s in available.items()]
-    heapify(heap)
-    if not heap:
+        free += [(free_s, id_) for free_s in until_s]
+    heapify(free)
+    if not free:
         return Admissions(tokens=0.0, kv_bytes=0.0)
-    waiting = [Arrival(now_s, prompt) for prompt in unassigned]
+    waiting = [Arrival(now_s, prompt, new_tokens=new) for prompt, new in unassigned]
     for arrival in [*waiting, *sorted(arrivals, key=lambda arrival: arrival.at_s)]:
-        free_s, id_ = heap[0]
-        finish_s = max(arrival.at_s, free_s) + arrival.weight * service_s(arrival.tokens)
-        if finish_s < end_s:
+        free_s, id_ = free[0]
+        free_s = max(arrival.at_s, free_s) + arrival.weight * service_s(arrival.computed_tokens)
+        if free_s + latency_s < end_s:
             tokens += arrival.weight * arrival.tokens
             kv += arrival.weight * kv_bytes(arrival.tokens)
-        heapreplace(heap, (finish_s, id_))
-    return Admissions(tokens=tokens, kv_bytes=kv, available_s={id_: free_s for free_s, id_ in heap})
+        heapreplace(free, (free_s, id_))
+    available: dict[WorkerId, float] = {}
+    for free_s, id_ in free:
+        available[id_] = max(free_s, available.get(id_, now_s))
+    return Admissions(tokens=tokens, kv_bytes=kv, available_s=available)

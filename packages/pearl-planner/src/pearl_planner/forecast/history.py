@@ -4,11 +4,13 @@ Fed with every change of phase, in order; nothing else is known. So a forecast c
 """
 
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 from pearl_planner.forecast.durations import Average, ByClass, EmpiricalDurations, magnitude
-from pearl_planner.forecast.speed import BusySpeed
+from pearl_planner.forecast.speed import BusySpeed, ServiceTimes
 from pearl_state.phases import PhaseChange, StartupMode
 from pearl_state.trajectory import GroupId, TrajectoryId, TrajectoryPhase
+from pearl_state.worker import WorkerId
 
 
 def startup_class(record: PhaseChange) -> tuple[str, str, int]:
@@ -24,6 +26,17 @@ def tool_class(record: PhaseChange) -> tuple[str, str, int, int]:
 def turn_class(record: PhaseChange) -> tuple[str, int]:
     """Task and turn index: responses and what follows them."""
     return record.task, magnitude(record.turn)
+
+
+_NEVER: Final = -2
+"""No version of weights."""
+
+
+class _Computed(NamedTuple):
+    """A prompt that was computed, and by which weights."""
+
+    tokens: int
+    weights: int | None
 
 
 @dataclass(slots=True)
@@ -55,6 +68,8 @@ class History:
     acceptance: Average = field(default_factory=Average)
     """p̂."""
     speed: BusySpeed = field(default_factory=BusySpeed)
+    service: ServiceTimes = field(default_factory=ServiceTimes)
+    """g, of the prompts whose workers said how long they took."""
     prompt: Average = field(default_factory=Average)
     """Length of the requests of late."""
     group_prompt: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
@@ -68,8 +83,16 @@ class History:
     """Trajectories that a group has had."""
     _living: dict[GroupId, int] = field(default_factory=dict[GroupId, int])
     """Trajectories that it has now: with the last one it is forgotten."""
-    _served: dict[TrajectoryId, int] = field(default_factory=dict[TrajectoryId, int])
+    weights: int | None = None
+    """Newest version of weights that any instance was said to prefill with."""
+    _served: dict[TrajectoryId, _Computed] = field(default_factory=dict[TrajectoryId, _Computed])
     """Its newest prompt that was computed."""
+    _first_served: dict[GroupId, int | None] = field(default_factory=dict[GroupId, int | None])
+    """Newest version of weights by which the first prompt of a group was computed."""
+    _first_at: dict[GroupId, set[tuple[WorkerId, int | None]]] = field(
+        default_factory=dict[GroupId, set[tuple[WorkerId, int | None]]]
+    )
+    """Instances that have the first prompt of a group in hand, each with the version of its weights."""
     _sampled_s: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
     _admitted: dict[TrajectoryId, PhaseChange] = field(default_factory=dict[TrajectoryId, PhaseChange])
 
@@ -88,8 +111,7 @@ class History:
             case TrajectoryPhase.DECODE:
                 self._decode(before, change)
             case TrajectoryPhase.TOOL:
-                if before is not None:
-                    self.decode_s.observe(turn_class(before), change.at_s - before.at_s)
+                self._answered(before, change)
             case TrajectoryPhase.REWARD:
                 self._over(change)
             case TrajectoryPhase.DONE | TrajectoryPhase.FAILED:
@@ -105,6 +127,10 @@ class History:
             self.speed.cut(before.instance, change.at_s)
         if instance is not None:
             self.speed.began(instance, change.at_s)
+            if change.weights is not None and (self.weights is None or change.weights > self.weights):
+                self.weights = change.weights
+            if before is not None and before.phase is TrajectoryPhase.READY:
+                self._note_fresh(change)
 
     def _joined_queue(self, before: PhaseChange, change: PhaseChange) -> None:
         if before.phase is TrajectoryPhase.ENVIRONMENT_STARTING:
@@ -130,18 +156,63 @@ class History:
         self.fresh_mean.observe(self.fresh[change.trajectory])
 
     def _note_fresh(self, change: PhaseChange) -> None:
+        """What an instance has to compute of a prompt: what neither the trajectory's newest prompt nor the group's
+        first one had, as far as these were computed by the same weights. The first prompt is computed by each instance
+        that gets it before any of them is done; while no instance is chosen, members share it evenly.
+        """
+        group, prompt = change.group, max(1, change.prompt_tokens)
+        weights = self.weights if change.weights is None else change.weights
         served = self._served.get(change.trajectory)
-        if served is None:
-            self.fresh[change.trajectory] = 1.0 / max(1, self._members.get(change.group, 1))
+        if served is not None and served.weights == weights:
+            known = float(served.tokens)
         else:
-            self.fresh[change.trajectory] = 1.0 - min(served, change.prompt_tokens) / max(1, change.prompt_tokens)
+            first = min(prompt, self.group_prompt.get(group, prompt))
+            known = first * self._first_known(group, change.instance, weights)
+        self.fresh[change.trajectory] = 1.0 - min(known, prompt) / prompt
+
+    def _first_known(self, group: GroupId, instance: WorkerId | None, weights: int | None) -> float:
+        """Part of its group's first prompt that a request finds computed."""
+        if group in self._first_served and self._first_served[group] == weights:
+            return 1.0
+        if instance is None:
+            return 1.0 - 1.0 / max(1, self._members.get(group, 1))
+        at = self._first_at.setdefault(group, set())
+        if (instance, weights) in at:
+            return 1.0
+        at.add((instance, weights))
+        return 0.0
+
+    def new_tokens(self, record: PhaseChange, prompt_tokens: float) -> float:
+        """What will have to be computed of the next prompt of a trajectory, of about `prompt_tokens`, with the newest
+        weights.
+        """
+        served = self._served.get(record.trajectory)
+        if served is not None and served.weights == self.weights:
+            return max(0.0, prompt_tokens - served.tokens)
+        first = self.group_prompt.get(record.group)
+        if first is None:
+            return prompt_tokens / max(1, self._members.get(record.group, 1))
+        known = self._first_known(record.group, None, self.weights)
+        return max(0.0, prompt_tokens - known * min(first, prompt_tokens))
 
     def _decode(self, before: PhaseChange | None, change: PhaseChange) -> None:
         self._admitted[change.trajectory] = change
         if before is not None and before.instance is not None:
             fresh = self.fresh.get(change.trajectory, 1.0)
             self.speed.served(before.instance, before.prompt_tokens, change.at_s, fresh)
-        self._served[change.trajectory] = change.prompt_tokens
+        weights = self.weights if before is None or before.weights is None else before.weights
+        self._served[change.trajectory] = _Computed(change.prompt_tokens, weights)
+        if self._first_served.get(change.group, _NEVER) != weights:
+            self._first_served[change.group] = weights
+            self._first_at.pop(change.group, None)
+
+    def _answered(self, before: PhaseChange | None, change: PhaseChange) -> None:
+        if before is None:
+            return
+        self.decode_s.observe(turn_class(before), change.at_s - before.at_s)
+        if change.prefill_s is not None:
+            new_tokens = self.fresh.get(change.trajectory, 1.0) * before.prompt_tokens
+            self.service.observe(new_tokens, change.prefill_s)
 
     def _over(self, change: PhaseChange) -> None:
         admitted = self._admitted.pop(change.trajectory, None)
@@ -157,6 +228,8 @@ class History:
         else:
             self._members.pop(group, None)
             self.group_prompt.pop(group, None)
+            self._first_served.pop(group, None)
+            self._first_at.pop(group, None)
 
     def _ended(self, before: PhaseChange | None, change: PhaseChange) -> None:
         if change.phase is TrajectoryPhase.DONE:

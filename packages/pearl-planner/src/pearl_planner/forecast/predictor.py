@@ -7,11 +7,11 @@ Pure in the sense of this package: what it returns follows from the calls before
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pearl_planner.forecast.admissions import Admissions, InstanceQueue, decode_admissions
+from pearl_planner.forecast.admissions import Admissions, InstanceQueue, Waiting, decode_admissions
 from pearl_planner.forecast.correction import BiasCorrection
 from pearl_planner.forecast.durations import ByClass, Class, EmpiricalDurations
 from pearl_planner.forecast.history import History, startup_class, tool_class, turn_class
@@ -24,6 +24,7 @@ from pearl_planner.forecast.sources import (
     tool_arrivals,
     weighted_tokens,
 )
+from pearl_planner.forecast.speed import LEAST_FRESH
 from pearl_state.phases import LiveTrajectories, PhaseChange
 from pearl_state.trajectory import TrajectoryId, TrajectoryPhase
 from pearl_state.worker import WorkerId
@@ -37,6 +38,8 @@ class PredictorSettings:
 
     horizon_s: float = 10.0
     """S (Prorsa section 5.1 uses 10 s)."""
+    ranks: int = 1
+    """Attention ranks of one instance: prompts that it serves side by side, each as fast as alone."""
     returns: bool = True
     """Whether trajectories in Decode count that are expected to come back within the horizon. The paper leaves them to
     the bias correction, which is enough where a turn takes longer than the horizon; here most are shorter.
@@ -163,14 +166,15 @@ class WorkloadPredictor:
             inflight=backlog_tokens(record.prompt_tokens for record in serving),
             returns=weighted_tokens(returns),
         )
-        speed = self._speed([*ready, *serving], sources.arriving, profiled_tokens_per_s)
+        length, fresh = self._mix([*ready, *serving], sources.arriving)
+        speed = self._speed(length, fresh, profiled_tokens_per_s)
+        service = self._service(speed, fresh, profiled_tokens_per_s)
         self._close(now_s)
         factor = self.prefill_bias.factor
         arrivals = [
-            Arrival(arrival.at_s, arrival.tokens, arrival.weight * factor)
-            for arrival in (*sampler, *startup, *tool, *returns)
+            replace(arrival, weight=arrival.weight * factor) for arrival in (*sampler, *startup, *tool, *returns)
         ]
-        admitted = self._admissions(now_s, prefill, ready, serving, arrivals, speed, kv_bytes_per_token)
+        admitted = self._admissions(now_s, prefill, ready, serving, arrivals, service, kv_bytes_per_token)
         correction = self.admission_bias.factor
         decoding = by_phase[_P.DECODE]
         grown = 0 if generated is None else sum(generated.get(record.trajectory, 0) for record in decoding)
@@ -201,8 +205,10 @@ class WorkloadPredictor:
             return 1.0
         return min(1.0, known.value / self.settings.horizon_s)
 
-    def _speed(self, backlog: list[PhaseChange], arriving: float, profiled: float) -> float:
-        """θ^P for prompts like those in the forecast: the ones that wait, and arrivals like those of late."""
+    def _mix(self, backlog: list[PhaseChange], arriving: float) -> tuple[float, float]:
+        """(mean length, part that must be computed) of the prompts in the forecast: those that wait, and arrivals like
+        those of late.
+        """
         history = self.history
         tokens = float(sum(record.prompt_tokens for record in backlog))
         fresh = sum(history.fresh.get(record.trajectory, 1.0) * record.prompt_tokens for record in backlog)
@@ -211,7 +217,30 @@ class WorkloadPredictor:
         if arriving > 0.0:
             length = (tokens * length + arriving * history.prompt.value) / (tokens + arriving)
         total = tokens + arriving
-        return history.speed.tokens_per_s(length, profiled, (fresh + part * arriving) / total if total else part)
+        return length, (fresh + part * arriving) / total if total else part
+
+    def _speed(self, length: float, fresh: float, profiled: float) -> float:
+        """θ^P for prompts like these.
+
+        Busy intervals of an instance with several ranks tell what it did with the prompts that it had: with few of
+        them most ranks had none. What it can do is what its ranks do, side by side, in the seconds that they are busy.
+        """
+        history, ranks = self.history, self.settings.ranks
+        measured = history.speed.tokens_per_s(length, profiled, fresh)
+        if ranks == 1 or not history.service.answers:
+            return measured
+        each_s, token_s = history.service.line(ranks / profiled)
+        service_s = each_s + token_s * max(LEAST_FRESH, fresh) * length
+        return max(measured, ranks * length / service_s) if service_s > 0.0 else measured
+
+    def _service(self, speed: float, fresh: float, profiled: float) -> tuple[float, float]:
+        """g on one rank, (seconds of any prompt, seconds of each token to compute): as answers told, before any as
+        busy intervals did. A rank is one part in `ranks` of its instance.
+        """
+        service, ranks = self.history.service, self.settings.ranks
+        if service.answers:
+            return service.line(ranks / profiled)
+        return 0.0, ranks / (speed * max(LEAST_FRESH, fresh))
 
     def _close(self, now_s: float) -> None:
         """Learn from the window that ends now. One that was cut short, or ran over, measured something else."""
@@ -272,7 +301,9 @@ class WorkloadPredictor:
             chances, residuals = known.residuals_s(elapsed, self.settings.horizon_s)
             for record, chance, residual_s in zip(alike, chances.tolist(), residuals.tolist(), strict=True):
                 if chance > 0.0:
-                    arrivals.append(Arrival(now_s + residual_s, tokens(record), chance * share(record)))
+                    whole = tokens(record)
+                    new = self.history.new_tokens(record, whole)
+                    arrivals.append(Arrival(now_s + residual_s, whole, chance * share(record), new))
         return tuple(arrivals)
 
     def _tools(self, now_s: float, running: list[PhaseChange]) -> tuple[Arrival, ...]:
@@ -314,28 +345,35 @@ class WorkloadPredictor:
         ready: list[PhaseChange],
         serving: list[PhaseChange],
         arrivals: list[Arrival],
-        speed: float,
+        service: tuple[float, float],
         kv_bytes_per_token: float,
     ) -> Admissions:
-        """B.7. A prefill under way ends when its whole prompt is served since its begin, and not before now."""
+        """B.7. A prefill under way ends when its prompt is served since its begin, and not before now."""
+        history = self.history
+        latency_s, token_s = service
         in_flight: dict[WorkerId, list[tuple[float, int]]] = {id_: [] for id_ in prefill}
-        queued: dict[WorkerId, list[int]] = {id_: [] for id_ in prefill}
-        unassigned: list[int] = []
+        queued: dict[WorkerId, list[Waiting]] = {id_: [] for id_ in prefill}
+        unassigned: list[Waiting] = []
         for record in serving:
             if record.instance in in_flight:
-                finish_s = max(now_s, record.at_s + record.prompt_tokens / speed)
+                new = history.fresh.get(record.trajectory, 1.0) * record.prompt_tokens
+                finish_s = max(now_s, record.at_s + latency_s + token_s * new)
                 in_flight[record.instance].append((finish_s, record.prompt_tokens))
         for record in sorted(ready, key=lambda record: record.at_s):
-            if record.instance in queued:
-                queued[record.instance].append(record.prompt_tokens)
-            else:
-                unassigned.append(record.prompt_tokens)
+            new = history.fresh.get(record.trajectory, 1.0) * record.prompt_tokens
+            if record.weights != history.weights:
+                # Chosen before newer weights came, it will be computed by them.
+                new = max(new, history.new_tokens(record, record.prompt_tokens))
+            line = None if record.instance is None else queued.get(record.instance)
+            (unassigned if line is None else line).append((record.prompt_tokens, new))
         return decode_admissions(
             now_s=now_s,
             horizon_s=self.settings.horizon_s,
             instances={id_: InstanceQueue(in_flight=in_flight[id_], queued=queued[id_]) for id_ in prefill},
             unassigned=unassigned,
             arrivals=arrivals,
-            service_s=lambda tokens: tokens / speed,
+            service_s=lambda new_tokens: token_s * new_tokens,
+            latency_s=latency_s,
             kv_bytes=lambda tokens: tokens * kv_bytes_per_token,
+            ranks=self.settings.ranks,
         )

@@ -20,6 +20,13 @@ class Arrival:
     """x or x̂: its whole prompt."""
     weight: float = 1.0
     """Its probability, or how many of its kind are expected."""
+    new_tokens: float | None = None
+    """The part of it that must be computed, where known; None: all."""
+
+    @property
+    def computed_tokens(self) -> float:
+        """What prefill has to compute of it."""
+        return self.tokens if self.new_tokens is None else self.new_tokens
 
 
 def eligible(chances: Iterable[float], acceptance: float) -> float:

@@ -8,7 +8,7 @@ from the piece before. Tokens are full prompts, so that cache hits show in the t
 intervals are kept apart by the mean length of their prompts and by the part of them that is new to its trajectory.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pearl_planner.forecast.durations import magnitude
@@ -20,7 +20,16 @@ _KEPT_S: Final = 120.0
 _PIECE_S: Final = 10.0
 """Length from which on an interval is counted though it goes on."""
 
-_LEAST_FRESH: Final = 1.0 / 64.0
+_SERVICE_KEPT_S: Final = 2_000.0
+"""Seconds in service that are remembered: of one instance with sixteen attention ranks, two minutes."""
+
+_PRIOR_S: Final = 30.0
+"""Seconds in service that what was known before counts for."""
+
+_LEAST_SERVICE_S: Final = 1e-6
+"""No prompt is computed in less: what is told to be is no measurement."""
+
+LEAST_FRESH: Final = 1.0 / 64.0
 """Smallest new part that is told apart."""
 
 
@@ -51,6 +60,8 @@ class _Measured:
 class _Line:
     """busy seconds = α · requests + β · new tokens, least squares over intervals of all profiles, older ones faded."""
 
+    kept_s: float = _KEPT_S
+    """Seconds that are remembered."""
     rr: float = 0.0
     """Sum of requests² / second; likewise with new tokens (n) and busy seconds (s) below."""
     rn: float = 0.0
@@ -60,24 +71,55 @@ class _Line:
 
     def add(self, requests: float, new: float, busy_s: float) -> None:
         """Take one interval in, which weighs as its time: its sums over its seconds."""
-        fade, weight = _KEPT_S / (_KEPT_S + busy_s), 1.0 / busy_s
+        fade, weight = self.kept_s / (self.kept_s + busy_s), 1.0 / busy_s
         self.rr = self.rr * fade + weight * requests * requests
         self.rn = self.rn * fade + weight * requests * new
         self.nn = self.nn * fade + weight * new * new
         self.rs = self.rs * fade + requests
         self.ns = self.ns * fade + new
 
-    def seconds(self, requests: float, new: float) -> float:
-        """What so much work takes; neither part of it is less than nothing. Where all were alike, tokens count."""
+    def coefficients(self) -> tuple[float, float]:
+        """α and β; neither is less than nothing. Where all were alike, tokens count."""
         determinant = self.rr * self.nn - self.rn * self.rn
         if determinant > 1e-9 * self.rr * self.nn:
             a = (self.rs * self.nn - self.ns * self.rn) / determinant
             b = (self.ns * self.rr - self.rs * self.rn) / determinant
             if b < 0.0:
-                return self.rs / self.rr * requests
+                return self.rs / self.rr, 0.0
             if a >= 0.0:
-                return a * requests + b * new
-        return self.ns / self.nn * new
+                return a, b
+        return (0.0, self.ns / self.nn) if self.nn > 0.0 else (self.rs / self.rr, 0.0)
+
+    def seconds(self, requests: float, new: float) -> float:
+        """What so much work takes."""
+        a, b = self.coefficients()
+        return a * requests + b * new
+
+
+@dataclass(slots=True)
+class ServiceTimes:
+    """g of eq. (13): how long one prompt is in service, against its tokens that must be computed.
+
+    Workers tell it with their answers; a straight line through what the newest answers told, each of which weighs as
+    its time.
+    """
+
+    answers: int = 0
+    _line: _Line = field(default_factory=lambda: _Line(kept_s=_SERVICE_KEPT_S))
+
+    def observe(self, new_tokens: float, seconds: float) -> None:
+        """A prompt with so many tokens to compute was in service for `seconds`."""
+        if seconds >= _LEAST_SERVICE_S:
+            self._line.add(1.0, new_tokens, seconds)
+            self.answers += 1
+
+    def line(self, prior_token_s: float) -> tuple[float, float]:
+        """(seconds of any prompt, seconds of each token). What was known before counts as an answer of `_PRIOR_S`, so
+        that answers that are all alike do not say more than they know. `prior_token_s` must be above 0.
+        """
+        line = self._line
+        nn, ns = line.nn + _PRIOR_S / prior_token_s**2, line.ns + _PRIOR_S / prior_token_s
+        return replace(line, nn=nn, ns=ns).coefficients()
 
 
 @dataclass(slots=True)
@@ -139,7 +181,7 @@ class BusySpeed:
         Where none of it has completed, it follows from what requests and new tokens took in all others, and before
         any from the profiled speed on new tokens: never zero for lack of observations.
         """
-        fresh = min(1.0, max(_LEAST_FRESH, fresh))
+        fresh = min(1.0, max(LEAST_FRESH, fresh))
         if not self._measured:
             return profiled_fresh_per_s / fresh
         known = self._measured.get(_profile(prompt_tokens, fresh))
@@ -150,4 +192,4 @@ class BusySpeed:
 
 
 def _profile(prompt_tokens: float, fresh: float) -> tuple[int, int]:
-    return magnitude(prompt_tokens), magnitude(1.0 / max(_LEAST_FRESH, fresh))
+    return magnitude(prompt_tokens), magnitude(1.0 / max(LEAST_FRESH, fresh))

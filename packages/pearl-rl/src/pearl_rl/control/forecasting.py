@@ -112,8 +112,9 @@ class Forecasting:
     """What a policy that answers forecasts needs beside the control plane. One per run."""
 
     def __init__(self, settings: PredictorSettings | None = None) -> None:
-        self.predictor = WorkloadPredictor(settings or PredictorSettings())
-        self.trace = LifecycleTrace()
+        settings = settings or PredictorSettings()
+        self.predictor = WorkloadPredictor(settings)
+        self.trace = LifecycleTrace(ranks=settings.ranks)
         self.windows: list[ForecastWindow] = []
 
     def start(self, scheduler: ElasticScheduler) -> "asyncio.Task[None]":
@@ -137,9 +138,12 @@ class Forecasting:
         )
 
 
-def forecasting_for(policy: Policy, horizon_s: float = 10.0) -> Forecasting | None:
-    """Forecasts for policies that answer them; None for others, which pay nothing for them."""
-    return Forecasting(PredictorSettings(horizon_s=horizon_s)) if isinstance(policy, InStepPolicy) else None
+def forecasting_for(policy: Policy, horizon_s: float = 10.0, ranks: int = 1) -> Forecasting | None:
+    """Forecasts for policies that answer them, of instances with so many attention ranks; None for others, which pay
+    nothing for them.
+    """
+    settings = PredictorSettings(horizon_s=horizon_s, ranks=ranks)
+    return Forecasting(settings) if isinstance(policy, InStepPolicy) else None
 
 
 def windows_of(forecasts: Forecasting | None) -> tuple[ForecastWindow, ...]:

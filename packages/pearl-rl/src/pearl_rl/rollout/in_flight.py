@@ -68,7 +68,7 @@ class InFlight:
         self._meter.generating += 1
         self._attempts[attempt] = None
         if self._lifecycle is not None:
-            self._lifecycle.assigned(home.trajectory, first.worker.id)
+            self._lifecycle.assigned(home.trajectory, first.worker.id, first.version if first.version >= 0 else None)
         if self._watchdog is None:
             self._watchdog = attempt.loop.call_at(attempt.last_at_s + self._stall_s, self._watch)
 

@@ -1,12 +1,13 @@
 """Traces every trajectory from sampling to reward, as the stream of `PhaseChange` that forecasts are made of.
 
 Router, batch rollout and agents each say what they see; this module puts it in order, so that every listener gets
-legal changes only. Engines do not tell when they begin a prompt: per instance the oldest request that it was given is
-taken to be in service, which is the serial view of Prorsa eq. (13).
+legal changes only. Engines do not tell when they begin a prompt: per instance the oldest requests that it was given, as
+many as it has attention ranks, are taken to be in service, which is the serial view of Prorsa eq. (13) of each rank.
 """
 
 import asyncio
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from pearl_state.phases import LiveTrajectories, PhaseChange, StartupMode, follow_up
@@ -20,8 +21,10 @@ _P = TrajectoryPhase
 class LifecycleTrace:
     """One per run. Whoever is not known (`sampled` was never told) is ignored: not all calls belong to a trajectory."""
 
-    def __init__(self, *listeners: Listener) -> None:
+    def __init__(self, *listeners: Listener, ranks: int = 1) -> None:
+        """`ranks`: how many prompts an instance serves side by side."""
         self.listeners: list[Listener] = list(listeners)
+        self._ranks = ranks
         self.live = LiveTrajectories()
         self._queues: dict[WorkerId, dict[TrajectoryId, None]] = {}
         """Instance → requests that it was given and whose prompt is not computed, oldest first."""
@@ -87,16 +90,16 @@ class LifecycleTrace:
         self._dequeue(record)
         self._enter(self._started(record), _P.READY, turn=turn, prompt_tokens=prompt_tokens)
 
-    def assigned(self, trajectory: TrajectoryId, instance: WorkerId) -> None:
-        """`instance` will prefill it."""
+    def assigned(self, trajectory: TrajectoryId, instance: WorkerId, weights: int | None = None) -> None:
+        """`instance` will prefill it, with `weights` of this version as far as is known."""
         record = self.live.records.get(trajectory)
         if record is None or record.phase is not _P.READY:
             return
         queue = self._queues.setdefault(instance, {})
-        record = self._enter(record, _P.READY, instance=instance)
+        record = self._enter(record, _P.READY, instance=instance, weights=weights)
         queue[trajectory] = None
-        if len(queue) == 1:
-            self._enter(record, _P.PREFILL, instance=instance)
+        if len(queue) <= self._ranks:
+            self._enter(record, _P.PREFILL, instance=instance, weights=weights)
 
     def admitted(self, trajectory: TrajectoryId, instance: WorkerId) -> None:
         """Its first token came: `instance` decodes it from now on."""
@@ -104,17 +107,19 @@ class LifecycleTrace:
         if record is None or record.phase not in (_P.READY, _P.PREFILL):
             return
         if record.phase is _P.READY:
-            record = self._enter(record, _P.PREFILL, instance=record.instance)
+            record = self._enter(record, _P.PREFILL, instance=record.instance, weights=record.weights)
         # The record that decode replaces names the instance that served the prompt.
         self._enter(record, _P.DECODE, instance=instance)
         self._dequeue(record)
 
-    def answered(self, trajectory: TrajectoryId, context_tokens: int, instance: WorkerId) -> None:
-        """Its response is complete, by `instance`, and goes to the environment."""
+    def answered(
+        self, trajectory: TrajectoryId, context_tokens: int, instance: WorkerId, prefill_s: float | None = None
+    ) -> None:
+        """Its response is complete, by `instance`, and goes to the environment. `prefill_s`: as of `PhaseChange`."""
         self.admitted(trajectory, instance)
         record = self.live.records.get(trajectory)
         if record is not None and record.phase is _P.DECODE:
-            self._enter(record, _P.TOOL, prompt_tokens=context_tokens)
+            self._enter(record, _P.TOOL, prompt_tokens=context_tokens, prefill_s=prefill_s)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -127,9 +132,10 @@ class LifecycleTrace:
         if not queue:
             self._queues.pop(record.instance, None)
             return
-        head = self.live.records[next(iter(queue))]
-        if head.phase is _P.READY:
-            self._enter(head, _P.PREFILL, instance=record.instance)
+        for trajectory in islice(queue, self._ranks):
+            head = self.live.records[trajectory]
+            if head.phase is _P.READY:
+                self._enter(head, _P.PREFILL, instance=record.instance, weights=head.weights)
 
     def _enter(self, record: PhaseChange, phase: TrajectoryPhase, **changed: Any) -> PhaseChange:
         change = follow_up(record, phase, _now_s(), load=self.live.count(phase), **changed)

@@ -212,7 +212,8 @@ class Router:
             if result is None:
                 continue
             if lifecycle is not None:
-                lifecycle.answered(call.trajectory, len(call.prompt) + len(result.tokens), result.worker)
+                context = len(call.prompt) + len(result.tokens)
+                lifecycle.answered(call.trajectory, context, result.worker, result.prefill_s)
             self.statistics.calls += 1
             self.statistics.generated_tokens += len(result.tokens)
             return result

@@ -200,7 +200,8 @@ class SimulatedCluster:
                 WorkerFailed(now_s=loop.time(), worker=worker.id, incarnation=worker.incarnation, cause=cause)
             )
 
-        folder, forecasts = self.folder, forecasting_for(self.setup.policy)
+        ranks = self.parameters.engine.attention_ranks
+        folder, forecasts = self.folder, forecasting_for(self.setup.policy, ranks=ranks)
         trace = None if forecasts is None else forecasts.trace
         router = Router(
             runtime if folder is None else RecordedGeneration(runtime, folder.record_request),

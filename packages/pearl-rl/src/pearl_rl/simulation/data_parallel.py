@@ -7,6 +7,7 @@ prefill worker has prompts for all ranks at once; a colocated one makes its whol
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from pearl_rl.simulation.engine import IterationCosts
 from pearl_rl.simulation.kernels import DecodeCurve
@@ -22,19 +23,19 @@ class DataParallelCosts:
     def prefill_s(
         self, chunks: Sequence[tuple[int, int]], finished: int, sequences: int = 0, context_tokens: float = 0.0
     ) -> float:
-        """See `IterationCosts`: the time of the busiest rank, each chunk on the rank with the fewest tokens so far.
-
-        A rank has one part in `ranks` of the GPUs, so what depends on its tokens takes `ranks` times as long; what an
-        iteration costs however small it is stays.
+        """See `IterationCosts`: as long as if every rank had as many tokens as the busiest one, so that evenly loaded
+        ranks take as long as the whole worker with the same tokens. Each chunk goes to the rank with the fewest so far.
         """
         if self.ranks == 1 or not chunks:
             return self.whole.prefill_s(chunks, finished, sequences, context_tokens)
-        least_s = self.whole.prefill_s([(1, 0)], 1)
         loads: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
+        fewest = [(0, rank) for rank in range(self.ranks)]
         for chunk in sorted(chunks, reverse=True):
-            min(loads, key=lambda load: sum(tokens for tokens, _ in load)).append(chunk)
-        busiest_s = max(self.whole.prefill_s(load, min(finished, len(load))) for load in loads if load)
-        alone_s = least_s + self.ranks * max(0.0, busiest_s - least_s)
+            tokens, rank = fewest[0]
+            loads[rank].append(chunk)
+            heapreplace(fewest, (tokens + chunk[0], rank))
+        busiest = loads[max(fewest)[1]]
+        alone_s = self.whole.prefill_s(busiest * self.ranks, min(finished, len(busiest)) * self.ranks)
         if not sequences:
             return alone_s
         # The running sequences decode along on every rank.

@@ -290,7 +290,8 @@ class Engine:
                 request.prefill_s = at_s
         seconds += self.kv.loading_s()
         further_s: list[float] = []
-        if not done and len(parts) == 1 and not self.limits.mixed:
+        # A prompt on one of several attention ranks leaves the others to whoever comes.
+        if not done and len(parts) == 1 and parts[0][1] >= self.limits.chunk_tokens and not self.limits.mixed:
             (request, tokens), past = parts[0], parts[0][0].computed
             # All of them but the last, which may leave room for others.
             later = range(past + tokens, request.context_tokens - tokens, tokens)
