@@ -34,6 +34,16 @@ def test_json_holds_the_selection_all_candidates_and_what_decided(capsys):
     assert answer["notes"] == ["workload and platform: bundled profile swe-32k"]
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_an_output_that_takes_nothing_is_one_line(capsys, monkeypatch, form):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        code = main((*GOOD, *form))
+        full.flush()
+    assert code == 5
+    assert capsys.readouterr().err == "error: standard output cannot be written (No space left on device)\n"
+
+
 def test_the_table_shows_every_candidate(capsys):
     code, out, _ = run(capsys, *GOOD, "--current", "4P4D")
     assert code == 0

@@ -1,6 +1,7 @@
 """`python -m pearl_planner decide …`: the PD Decision Engine from the command line; `serve …`: the same over HTTP.
 
-Exit codes: 0 a configuration was selected, 2 bad input (one line on stderr), 3 nothing meets every constraint.
+Exit codes: 0 a configuration was selected, 2 bad input (one line on stderr), 3 nothing meets every constraint, 5 standard
+output cannot be written.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from pearl_state.errors import StateError
 from pearl_state.roles import Mode
 
 _TOKEN: Final = "PEARL_PLANNER_TOKEN"
-_OK, _BAD_INPUT, _INFEASIBLE = 0, 2, 3
+_OK, _BAD_INPUT, _INFEASIBLE, _UNWRITTEN = 0, 2, 3, 5
 
 
 class _Parser(argparse.ArgumentParser):
@@ -160,9 +161,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return _BAD_INPUT
     if arguments.json:
-        print(json.dumps(_json(decision, inputs), indent=1))
+        text = json.dumps(_json(decision, inputs), indent=1)
     else:
-        print("\n".join([explain(decision), *(f"- {note}" for note in inputs.notes)]))
+        text = "\n".join([explain(decision), *(f"- {note}" for note in inputs.notes)])
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # At the process' end it would be tried again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: standard output cannot be written ({error.strerror})", file=sys.stderr)
+        return _UNWRITTEN
     return _INFEASIBLE if decision.reason is Reason.FALLBACK else _OK
 
 
