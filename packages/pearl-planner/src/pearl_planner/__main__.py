@@ -1,6 +1,6 @@
 """`python -m pearl_planner decide …`: the PD Decision Engine from the command line; `serve …`: the same over HTTP.
 
-Exit codes: 0 a configuration was selected, 2 bad input (one line on stderr), 3 nothing meets every constraint, 5 standard
+Exit codes: 0 a configuration was selected, 2 bad input (one line on stderr), 3 nothing meets every constraint, 5 the
 output cannot be written.
 """
 
