@@ -465,3 +465,37 @@ def test_the_speed_lies_between_the_slowest_and_the_fastest_interval(intervals: 
         at_s += busy_s + 3.0
     rates = [tokens / busy_s for tokens, busy_s in intervals]
     assert min(rates) * 0.99 <= speed.tokens_per_s(100, profiled_fresh_per_s=1.0) <= max(rates) * 1.01
+
+
+def test_a_class_of_which_most_still_run_knows_the_short_ones_only_and_is_not_asked() -> None:
+    durations = ByClass(EmpiricalDurations)
+    for _ in range(40):
+        durations.began(("old",))
+        durations.observe(("old",), 60.0)
+    for _ in range(20):
+        durations.began(("young",))
+    for _ in range(10):
+        durations.observe(("young",), 1.0)
+    # 10 of 20 have ended, those that take a second. Of all, 40 of 50 took a minute.
+    known = durations.find(("young",))
+    assert known is not None
+    assert known.ends_within(0.0, 10.0) == pytest.approx(10 / 50)
+    for _ in range(8):
+        durations.left(("young",))
+    known = durations.find(("young",))
+    assert known is not None
+    assert known.ends_within(0.0, 10.0) == 1.0, "two still run for ten that have ended"
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["began", "left", "ended"])), max_size=60))
+def test_something_is_known_once_anything_has_ended(events: list[tuple[str, str]]) -> None:
+    durations, ended = ByClass(EmpiricalDurations), 0
+    for name, event in events:
+        if event == "began":
+            durations.began((name,))
+        elif event == "left":
+            durations.left((name,))
+        else:
+            durations.observe((name,), 1.0)
+            ended += 1
+        assert (durations.find((name,)) is not None) is (ended > 0)

@@ -318,3 +318,17 @@ def test_the_speed_of_ranks_that_had_no_prompt_counts() -> None:
             ).tokens_per_s
         )
     assert speeds == [pytest.approx(1000.0), pytest.approx(4000.0)]
+
+
+def test_who_arrives_too_late_to_be_prefilled_is_no_admission_of_the_window() -> None:
+    """A tool began now; such tools took 2, 4, 6 and 8 s, and a prompt 5 s: after two of them it is admitted in 10 s."""
+    predictor = WorkloadPredictor(PredictorSettings(returns=False))
+    at_s = 0.0
+    for tool_s in (2.0, 4.0, 6.0, 8.0) * 3:
+        for change in life(f"past{at_s}", at_s, [(1000, 5.0, 1.0, tool_s), (1000, 5.0, 1.0, 1e-3)]):
+            predictor.observe(change)
+        at_s += 40.0
+    seen(predictor, list(life("now", 1000.0, [(1000, 5.0, 1.0, 99.0)])), 1008.0)
+    found = forecast(predictor, 1008.0)
+    assert found.sources.tool == pytest.approx(1050.0, rel=0.05)
+    assert found.admitted_raw_tokens == pytest.approx(0.5 * 1050.0, rel=0.05)

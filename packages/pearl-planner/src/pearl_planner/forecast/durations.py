@@ -15,6 +15,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Class = tuple[Hashable, ...]
 
+_RUNNING: Final = 0.25
+"""Of a class that is known at most so many run for each one that has ended: four fifths have."""
+
 EMA_WEIGHT: Final = 0.1
 """α of eq. (9)."""
 
@@ -111,13 +114,32 @@ Kept = TypeVar("Kept", bound=_Collects)
 
 
 class ByClass(Generic[Kept]):
-    """One `Kept` for each class and for all that it falls back to, down to the class of everything, ()."""
+    """One `Kept` for each class and for all that it falls back to, down to the class of everything, ().
+
+    What began and has not ended yet is told by `began`: of a class that is young only the short ones have ended, and
+    what is known of it is true of those alone.
+    """
 
     def __init__(self, make: type[Kept], least: int = 8) -> None:
         self._make = make
         self._least = least
         self._kept: dict[Class, Kept] = {}
+        self._running: dict[Class, int] = {}
+        self._ended: dict[Class, int] = {}
         self._found: dict[Class, Kept | None] = {}
+
+    def began(self, kind: Class) -> None:
+        """Something of `kind` began that `observe` or `left` will end."""
+        self._count(kind, 1)
+
+    def left(self, kind: Class) -> None:
+        """Something of `kind` that began ended as nothing that is observed."""
+        self._count(kind, -1)
+
+    def _count(self, kind: Class, by: int) -> None:
+        for name in _broader(kind):
+            self._running[name] = max(0, self._running.get(name, 0) + by)
+        self._found.clear()
 
     def observe(self, kind: Class, value: float) -> None:
         """Take one observation of `kind` in."""
@@ -126,22 +148,26 @@ class ByClass(Generic[Kept]):
             if kept is None:
                 kept = self._kept[name] = self._make()
             kept.observe(value)
-        self._found.clear()
+            self._ended[name] = self._ended.get(name, 0) + 1
+        self._count(kind, -1)
 
     def find(self, kind: Class) -> Kept | None:
-        """What is known of the narrowest class around `kind` with at least `least` observations, else of everything;
-        None before the first observation.
+        """What is known of the narrowest class around `kind` with at least `least` observations of which most have
+        ended, else of everything; None before the first observation.
         """
         if kind in self._found:
             return self._found[kind]
         best: Kept | None = None
         for name in _broader(kind):
             kept = self._kept.get(name)
-            if kept is not None and (len(kept) >= self._least or not name):
+            if kept is not None and (not name or (len(kept) >= self._least and self._ripe(name))):
                 best = kept
                 break
         self._found[kind] = best
         return best
+
+    def _ripe(self, name: Class) -> bool:
+        return self._running.get(name, 0) <= _RUNNING * self._ended.get(name, 0)
 
 
 def _broader(kind: Class) -> Iterator[Class]:

@@ -113,7 +113,7 @@ class History:
             case TrajectoryPhase.TOOL:
                 self._answered(before, change)
             case TrajectoryPhase.REWARD:
-                self._over(change)
+                self._over(before, change)
             case TrajectoryPhase.DONE | TrajectoryPhase.FAILED:
                 self._ended(before, change)
             case _:
@@ -196,7 +196,9 @@ class History:
         return max(0.0, prompt_tokens - known * min(first, prompt_tokens))
 
     def _decode(self, before: PhaseChange | None, change: PhaseChange) -> None:
+        self._not_returning(change.trajectory)
         self._admitted[change.trajectory] = change
+        self.return_s.began(turn_class(change))
         if before is not None and before.instance is not None:
             fresh = self.fresh.get(change.trajectory, 1.0)
             self.speed.served(before.instance, before.prompt_tokens, change.at_s, fresh)
@@ -210,14 +212,24 @@ class History:
         if before is None:
             return
         self.decode_s.observe(turn_class(before), change.at_s - before.at_s)
+        self.tool_durations_s.began(tool_class(change))
         if change.prefill_s is not None:
             new_tokens = self.fresh.get(change.trajectory, 1.0) * before.prompt_tokens
             self.service.observe(new_tokens, change.prefill_s)
 
-    def _over(self, change: PhaseChange) -> None:
-        admitted = self._admitted.pop(change.trajectory, None)
+    def _over(self, before: PhaseChange | None, change: PhaseChange) -> None:
+        if before is not None and before.phase is TrajectoryPhase.TOOL:
+            self.tool_durations_s.left(tool_class(before))
+        admitted = self._not_returning(change.trajectory)
         if admitted is not None:
             self.returns.observe(turn_class(admitted), 0.0)
+
+    def _not_returning(self, trajectory: TrajectoryId) -> PhaseChange | None:
+        """Its newest admission, if any, is followed by no other request."""
+        admitted = self._admitted.pop(trajectory, None)
+        if admitted is not None:
+            self.return_s.left(turn_class(admitted))
+        return admitted
 
     def _forget(self, trajectory: TrajectoryId, group: GroupId) -> None:
         self.fresh.pop(trajectory, None)
@@ -246,7 +258,9 @@ class History:
 
     def _failed(self, before: PhaseChange | None, change: PhaseChange) -> None:
         self._forget(change.trajectory, change.group)
-        self._admitted.pop(change.trajectory, None)
+        if before is not None and before.phase is TrajectoryPhase.TOOL:
+            self.tool_durations_s.left(tool_class(before))
+        self._not_returning(change.trajectory)
         self._sampled_s.pop(change.trajectory, None)
         if before is not None and before.instance is not None and before.phase in _ON_PREFILL:
             self.speed.cut(before.instance, change.at_s)

@@ -154,10 +154,7 @@ class WorkloadPredictor:
         """
         settings, by_phase = self.settings, self._by_phase()
         ready, serving = by_phase[_P.READY], by_phase[_P.PREFILL]
-        sampler = self._sampler(now_s, by_phase[_P.REWARD])
-        startup = self._startup(now_s, [*by_phase[_P.ENVIRONMENT_STARTING], *by_phase[_P.SAMPLED]])
-        tool = self._tools(now_s, by_phase[_P.TOOL])
-        returns = self._returns(now_s, by_phase[_P.DECODE]) if settings.returns else ()
+        sampler, startup, tool, returns = self._arriving(now_s, by_phase, settings.horizon_s)
         sources = Sources(
             sampler=weighted_tokens(sampler),
             startup=weighted_tokens(startup),
@@ -171,9 +168,11 @@ class WorkloadPredictor:
         service = self._service(speed, fresh, profiled_tokens_per_s)
         self._close(now_s)
         factor = self.prefill_bias.factor
-        arrivals = [
-            replace(arrival, weight=arrival.weight * factor) for arrival in (*sampler, *startup, *tool, *returns)
-        ]
+        # Who arrives too late to be prefilled before the end is no admission of this window.
+        latency_s, token_s = service
+        prefilled_s = latency_s + token_s * fresh * length
+        soon = self._arriving(now_s, by_phase, settings.horizon_s - prefilled_s)
+        arrivals = [replace(arrival, weight=arrival.weight * factor) for source in soon for arrival in source]
         admitted = self._admissions(now_s, prefill, ready, serving, arrivals, service, kv_bytes_per_token)
         correction = self.admission_bias.factor
         decoding = by_phase[_P.DECODE]
@@ -191,6 +190,22 @@ class WorkloadPredictor:
         )
         self._open, self._arrived, self._admitted = forecast, 0.0, 0.0
         return forecast
+
+    def _arriving(
+        self, now_s: float, by_phase: Mapping[TrajectoryPhase, list[PhaseChange]], horizon_s: float
+    ) -> tuple[tuple[Arrival, ...], ...]:
+        """What arrives within `horizon_s`: of the sampler, of environments that start, of tools, and of trajectories in
+        Decode. None does within a horizon that is not above 0.
+        """
+        if horizon_s <= 0.0:
+            return (), (), (), ()
+        starting = [*by_phase[_P.ENVIRONMENT_STARTING], *by_phase[_P.SAMPLED]]
+        return (
+            self._sampler(now_s, by_phase[_P.REWARD], horizon_s),
+            self._startup(now_s, starting, horizon_s),
+            self._tools(now_s, by_phase[_P.TOOL], horizon_s),
+            self._returns(now_s, by_phase[_P.DECODE], horizon_s) if self.settings.returns else (),
+        )
 
     def _by_phase(self) -> dict[TrajectoryPhase, list[PhaseChange]]:
         by_phase: dict[TrajectoryPhase, list[PhaseChange]] = {phase: [] for phase in TrajectoryPhase}
@@ -256,11 +271,11 @@ class WorkloadPredictor:
 
     # ---- sources ----------------------------------------------------------------------------------------------------
 
-    def _sampler(self, now_s: float, rewarding: list[PhaseChange]) -> tuple[Arrival, ...]:
+    def _sampler(self, now_s: float, rewarding: list[PhaseChange], horizon_s: float) -> tuple[Arrival, ...]:
         """B.2, at the launch horizon."""
         history = self.history
         delay_s = history.launch_delay.value
-        window_s = launch_horizon_s(self.settings.horizon_s, delay_s)
+        window_s = launch_horizon_s(horizon_s, delay_s)
         chances = []
         for record in rewarding:
             known = history.reward_s.find((record.task,))
@@ -272,15 +287,16 @@ class WorkloadPredictor:
         mean = history.first_prompt.find(())
         return (Arrival(now_s + delay_s + 0.5 * window_s, mean.value if mean else 0.0, launches),)
 
-    def _startup(self, now_s: float, starting: list[PhaseChange]) -> tuple[Arrival, ...]:
+    def _startup(self, now_s: float, starting: list[PhaseChange], horizon_s: float) -> tuple[Arrival, ...]:
         """B.3."""
         history = self.history
-        return self._residual(now_s, starting, history.startup_s, startup_class, history.first_tokens)
+        return self._residual(now_s, starting, horizon_s, history.startup_s, startup_class, history.first_tokens)
 
     def _residual(
         self,
         now_s: float,
         records: list[PhaseChange],
+        horizon_s: float,
         durations: ByClass[EmpiricalDurations],
         class_of: Callable[[PhaseChange], Class],
         tokens: Callable[[PhaseChange], float],
@@ -298,7 +314,7 @@ class WorkloadPredictor:
             if known is None:
                 continue
             elapsed = np.array([now_s - record.at_s for record in alike])
-            chances, residuals = known.residuals_s(elapsed, self.settings.horizon_s)
+            chances, residuals = known.residuals_s(elapsed, horizon_s)
             for record, chance, residual_s in zip(alike, chances.tolist(), residuals.tolist(), strict=True):
                 if chance > 0.0:
                     whole = tokens(record)
@@ -306,23 +322,23 @@ class WorkloadPredictor:
                     arrivals.append(Arrival(now_s + residual_s, whole, chance * share(record), new))
         return tuple(arrivals)
 
-    def _tools(self, now_s: float, running: list[PhaseChange]) -> tuple[Arrival, ...]:
+    def _tools(self, now_s: float, running: list[PhaseChange], horizon_s: float) -> tuple[Arrival, ...]:
         """B.5."""
         history, known = self.history, []
         if self.settings.tool_residuals:
-            return self._residual(now_s, running, history.tool_durations_s, tool_class, self._after_tool)
+            return self._residual(now_s, running, horizon_s, history.tool_durations_s, tool_class, self._after_tool)
         for record in running:
             mean = history.tool_s.find(tool_class(record))
             if mean is not None:
                 known.append((mean.value, now_s - record.at_s, self._after_tool(record)))
-        return tool_arrivals(now_s, self.settings.horizon_s, known)
+        return tool_arrivals(now_s, horizon_s, known)
 
     def _after_tool(self, record: PhaseChange) -> float:
         """x̂ of a trajectory whose tool runs."""
         growth = self.history.tool_growth.find(turn_class(record))
         return max(1.0, record.prompt_tokens + (growth.value if growth is not None else 0.0))
 
-    def _returns(self, now_s: float, decoding: list[PhaseChange]) -> tuple[Arrival, ...]:
+    def _returns(self, now_s: float, decoding: list[PhaseChange], horizon_s: float) -> tuple[Arrival, ...]:
         """Trajectories in Decode that will ask again within the horizon; as startup, over the way through the tool."""
         history = self.history
 
@@ -334,7 +350,7 @@ class WorkloadPredictor:
             known = history.returns.find(turn_class(record))
             return known.value if known is not None else 0.0
 
-        return self._residual(now_s, decoding, history.return_s, turn_class, after, share)
+        return self._residual(now_s, decoding, horizon_s, history.return_s, turn_class, after, share)
 
     # ---- admissions -------------------------------------------------------------------------------------------------
 
