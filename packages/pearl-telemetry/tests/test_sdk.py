@@ -498,6 +498,26 @@ def test_a_foreign_span_may_hold_anything() -> None:
     assert (profile.mean_turns, profile.response_tokens, profile.context_tokens) == (1, 10, 0)
 
 
+def test_the_calls_of_agents_that_an_agent_asks_are_turns_of_its_run() -> None:
+    tracker = RuntimeTracker(least_trajectories=1)
+    provider = TracerProvider()
+    provider.add_span_processor(TrackerSpanProcessor(tracker))
+    tracer = provider.get_tracer("x")
+    agent = {"gen_ai.operation.name": "invoke_agent"}
+    usage = {"gen_ai.operation.name": "chat", "gen_ai.usage.input_tokens": 100, "gen_ai.usage.output_tokens": 10}
+    for _ in range(3):
+        with tracer.start_as_current_span("request"), tracer.start_as_current_span("agent", attributes=agent):
+            tracer.start_span("chat", attributes=usage).end()
+            for _ in range(2):
+                with tracer.start_as_current_span("asked", attributes=agent):
+                    tracer.start_span("chat", attributes=usage).end()
+            tracer.start_span("chat", attributes=usage).end()
+    tracker.finish_step(step=0, batch=3, makespan_s=1.0, decoding_fraction=None)
+    profile = tracker.profile()
+    assert profile is not None
+    assert profile.mean_turns == 4
+
+
 def test_runs_that_never_end_are_forgotten() -> None:
     processor = TrackerSpanProcessor(RuntimeTracker())
     provider = TracerProvider()

@@ -2,7 +2,8 @@
 
 Add `TrackerSpanProcessor(tracker)` to the framework's tracer provider. Of each trace it reads the model calls
 (`gen_ai.operation.name` = `chat`, `text_completion` or `generate_content`) and tool calls (`execute_tool`) of one agent
-run (`invoke_agent`), in the order of their times. When the run's root span ends, its turns go to the Runtime Tracker.
+run (`invoke_agent`), in the order of their times; those of agents that it asks are turns of its run. When no agent of
+the trace is at work any more, its turns go to the Runtime Tracker.
 """
 
 import math
@@ -14,6 +15,7 @@ from pearl_state.samples import TurnSample
 from pearl_telemetry.tracker import RuntimeTracker
 
 _MODEL_CALLS: Final = frozenset({"chat", "text_completion", "generate_content"})
+_AGENT: Final = "invoke_agent"
 _LARGEST_PENDING: Final = 10_000
 """Agent runs whose root never ends are forgotten beyond this many, oldest first."""
 
@@ -32,6 +34,8 @@ class _Call:
 class _Run:
     calls: list[_Call] = field(default_factory=list[_Call])
     tools_s: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    agents: set[int] = field(default_factory=set[int])
+    """Spans of agents that are at work."""
 
 
 class TrackerSpanProcessor:
@@ -48,15 +52,23 @@ class TrackerSpanProcessor:
         self._runs: OrderedDict[int, _Run] = OrderedDict()
 
     def on_start(self, span: Any, parent_context: Any = None) -> None:
-        """Nothing: only finished spans count."""
+        """Note an agent that begins; of all else only finished spans count."""
+        del parent_context
+        if (span.attributes or {}).get("gen_ai.operation.name") == _AGENT:
+            context = span.get_span_context()
+            self._run(context.trace_id).agents.add(context.span_id)
 
     def on_end(self, span: Any) -> None:
         """Take in a finished span."""
         attributes = span.attributes or {}
         operation = attributes.get("gen_ai.operation.name")
-        trace_id = span.get_span_context().trace_id
-        if operation == "invoke_agent":
-            self._finished(trace_id, attributes)
+        context = span.get_span_context()
+        trace_id = context.trace_id
+        if operation == _AGENT:
+            agents = self._run(trace_id).agents
+            agents.discard(context.span_id)
+            if not agents:
+                self._finished(trace_id, attributes)
             return
         began_s, ended_s = span.start_time / 1e9, span.end_time / 1e9
         if operation in _MODEL_CALLS:
