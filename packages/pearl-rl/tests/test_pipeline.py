@@ -420,12 +420,15 @@ def test_a_broken_environment_costs_one_sample_not_its_group() -> None:
     run_virtual(main())
 
 
-def test_refills_end_with_the_cause_named() -> None:
+@pytest.mark.parametrize("refills", [3, 1100])
+def test_refills_end_with_the_cause_named(refills: int) -> None:
+    """However many they are: pauses double, but no number grows without end."""
+
     async def main() -> None:
         def break_down(episode: Episode, turn: int) -> None:
             raise EnvironmentFailure("no sandbox can be started")
 
-        bench = Bench(max_refills_per_group=3)
+        bench = Bench(max_refills_per_group=refills)
         bench.agent.before_turn = break_down
         with pytest.raises(RefillsExhaustedError, match="no sandbox can be started"):
             await bench.run()

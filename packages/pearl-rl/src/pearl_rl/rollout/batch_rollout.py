@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from pearl_rl.rollout.agent import Agent, Episode, PromptTooLongError
 from pearl_rl.rollout.buffer import GroupBuffer
@@ -32,6 +32,8 @@ from pearl_rl.rollout.task_gate import TaskGate
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
 
 _log = logging.getLogger(__name__)
+_MOST_DOUBLINGS: Final = 32
+"""Of a pause; a float holds about a thousand, and every limit on a pause is reached long before."""
 
 
 class UnplayableTasksError(RuntimeError):
@@ -281,7 +283,7 @@ class BatchRollout:
         self._note(SampleFailed(group=episode.group, trajectory=episode.trajectory, cause=words))
         _log.warning("%s of %s is played again: %s", episode.trajectory, episode.group, words)
         failures = self._buffer.failed(episode.group, episode.trajectory, words)
-        return min(self._limits.pause_s * 2.0 ** (failures - 1), self._limits.max_pause_s)
+        return min(self._limits.pause_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), self._limits.max_pause_s)
 
 
 def _this_task() -> "asyncio.Task[object]":
