@@ -192,7 +192,9 @@ A, B = WorkerId(1), WorkerId(2)
 
 def test_eq_13_serves_each_instance_in_order_and_waits_for_arrivals() -> None:
     # Free at 2 s. u = 0, 0, 9: b = 2 + 3, 5 + 1, then it idles until 9.
-    assert completion_times([0.0, 0.0, 9.0], [3.0, 1.0, 2.0], 2.0) == ([5.0, 6.0, 11.0], 11.0)
+    assert completion_times([0.0, 0.0, 9.0], [3.0, 1.0, 2.0], [2.0]) == ([5.0, 6.0, 11.0], [11.0])
+    # With a second rank that is free at 3 s: 2 + 3, 3 + 1, then the one that was free at 4 s idles until 9.
+    assert completion_times([0.0, 0.0, 9.0], [3.0, 1.0, 2.0], [2.0, 3.0]) == ([5.0, 4.0, 11.0], [5.0, 11.0])
 
 
 def test_eq_14_counts_what_is_admitted_before_the_end() -> None:
@@ -240,7 +242,7 @@ def test_completions_never_overlap_nor_precede_their_arrival(
     requests: list[tuple[float, float]], available_s: float
 ) -> None:
     arrivals, services = [u for u, _ in requests], [g for _, g in requests]
-    finished, last = completion_times(arrivals, services, available_s)
+    finished, (last,) = completion_times(arrivals, services, [available_s])
     before = available_s
     for (arrival_s, service_s), finish_s in zip(requests, finished, strict=True):
         assert finish_s - service_s >= max(arrival_s, before) - 1e-9

@@ -37,17 +37,19 @@ class Admissions:
 
 
 def completion_times(
-    arrivals: Sequence[float], services_s: Sequence[float], available_s: float
-) -> tuple[list[float], float]:
+    arrivals: Sequence[float], services_s: Sequence[float], available_s: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """b̂ = max(u, v) + g, v ← b̂, over one instance's requests in scheduling order (eq. 13).
 
-    Returns all b̂, and v after the last.
+    `available_s` holds v of each of its ranks; a request goes to the one that is available first. Returns all b̂, and v
+    of the ranks after the last, in no particular order.
     """
-    finished = []
+    free, finished = list(available_s), []
+    heapify(free)
     for arrival_s, service_s in zip(arrivals, services_s, strict=True):
-        available_s = max(arrival_s, available_s) + service_s
-        finished.append(available_s)
-    return finished, available_s
+        finished.append(max(arrival_s, free[0]) + service_s)
+        heapreplace(free, finished[-1])
+    return finished, free
 
 
 def decode_admissions(
@@ -72,21 +74,19 @@ def decode_admissions(
     κ^D. `latency_s` is what a prompt takes beyond its service, while its rank serves others already: the iteration
     that it is part of. Without an instance nothing is admitted.
     """
-    end_s = now_s + horizon_s
+    over_s = now_s + horizon_s
     tokens = kv = 0.0
     free: list[tuple[float, WorkerId]] = []
     for id_, queue in instances.items():
         # Prompts in flight beyond the ranks share them: whoever is last on a rank says when it is available.
-        until_s = [max(now_s, finish_s - latency_s) for finish_s in sorted(finish_s for finish_s, _ in queue.in_flight)]
-        until_s = [*until_s[-ranks:], *[now_s] * ranks][:ranks]
-        heapify(until_s)
-        admitted = list(queue.in_flight)
-        for prompt, new_tokens in queue.queued:
-            free_s = until_s[0] + service_s(new_tokens)
-            heapreplace(until_s, free_s)
-            admitted.append((free_s + latency_s, prompt))
+        ends_s = sorted(max(now_s, finish_s - latency_s) for finish_s, _ in queue.in_flight)
+        until_s = [*ends_s[-ranks:], *[now_s] * ranks][:ranks]
+        services_s = [service_s(new_tokens) for _, new_tokens in queue.queued]
+        finished, until_s = completion_times([now_s] * len(services_s), services_s, until_s)
+        prefilled = zip(finished, queue.queued, strict=True)
+        admitted = [*queue.in_flight, *((end_s + latency_s, prompt) for end_s, (prompt, _) in prefilled)]
         for finish_s, prompt in admitted:
-            if finish_s < end_s:
+            if finish_s < over_s:
                 tokens += prompt
                 kv += kv_bytes(prompt)
         free += [(free_s, id_) for free_s in until_s]
@@ -97,7 +97,7 @@ def decode_admissions(
     for arrival in [*waiting, *sorted(arrivals, key=lambda arrival: arrival.at_s)]:
         free_s, id_ = free[0]
         free_s = max(arrival.at_s, free_s) + arrival.weight * service_s(arrival.computed_tokens)
-        if free_s + latency_s < end_s:
+        if free_s + latency_s < over_s:
             tokens += arrival.weight * arrival.tokens
             kv += arrival.weight * kv_bytes(arrival.tokens)
         heapreplace(free, (free_s, id_))
