@@ -18,7 +18,8 @@ from pearl_planner.readiness import (
     generation_deficit,
     lends,
 )
-from pearl_planner.ref_actor import RefActorMode
+from pearl_planner.ref_actor import MicroBatchCosts, RefActorMode
+from pearl_planner.split_waits import WaitMemory
 from pearl_state.decision import ScalingReason
 
 SETTINGS = ReadinessSettings(batch=BatchInterval(minimum=32, ideal=64), retention_steps=2, hidden_s=3.0)
@@ -133,6 +134,54 @@ def test_a_trainer_that_waits_for_each_micro_batch_starves() -> None:
     assert (made.reason, made.split) == (ScalingReason.GENERATION_DEFICIT, RankSplit(rollout=5, actor=3))
     assert decide_scaling(replace(slow, micro_batch_s=6.0), SPLIT, SETTINGS).split == SPLIT
     assert decide_scaling(replace(slow, ras=1), SPLIT, SETTINGS).split == SPLIT
+
+
+def test_an_evaluation_leaves_the_trainer_what_it_needs_to_be_through_when_rollout_is() -> None:
+    """Eight micro-batches of 2 s on 4 ranks are 64 rank-seconds; 8 - 4 lacking and 12 of evaluation at 5 s on 4 ranks
+    320: with 2 ranks of training 32 s against 53 s, with one 64 s against 46 s."""
+    known = replace(BUFFER, evaluating=True, micro_batch_s=2.0, micro_batches=8, evaluation_load=12.0)
+    assert decide_scaling(known, SPLIT, SETTINGS).split == RankSplit(rollout=6, actor=2)
+    assert decide_scaling(replace(known, evaluation_load=100.0), SPLIT, SETTINGS).split == RankSplit(rollout=7, actor=1)
+    assert decide_scaling(replace(known, micro_batch_s=90.0), SPLIT, SETTINGS).split == SPLIT
+
+
+# ---- what splits waited ---------------------------------------------------------------------------------------------
+
+
+def _seen(**parts: float) -> WaitMemory:
+    """Splits by their rollout ranks (`r4=0.2`: four ranks waited a fifth of a step)."""
+    memory = WaitMemory()
+    for name, part in parts.items():
+        memory = memory.with_step(int(name[1:]), part * 60.0, 60.0)
+    return memory
+
+
+def test_nobody_moves_for_a_deficit_while_nothing_waits_nor_to_a_split_that_waited_more() -> None:
+    backlog, lack = replace(BUFFER, head_of_line_s=61.0), replace(BUFFER, volume=10)
+    for buffer, there, rollout in ((backlog, "r3", 3), (lack, "r5", 5)):
+        assert decide_scaling(buffer, SPLIT, SETTINGS, waits=_seen(r4=0.04)).split == SPLIT
+        assert decide_scaling(buffer, SPLIT, SETTINGS, waits=_seen(**{there: 0.3, "r4": 0.2})).split == SPLIT
+        for known in (_seen(r4=0.2), _seen(**{there: 0.1, "r4": 0.2}), WaitMemory()):
+            assert decide_scaling(buffer, SPLIT, SETTINGS, waits=known).split.rollout == rollout
+
+
+def test_a_rank_goes_back_to_a_split_that_waited_less() -> None:
+    down = decide_scaling(BUFFER, SPLIT, SETTINGS, waits=_seen(r3=0.02, r4=0.1))
+    assert (down.split.rollout, down.reason) == (3, ScalingReason.CONSUMPTION_DEFICIT)
+    assert (down.fetch, down.paced_steps) == (64, 0)
+    up = decide_scaling(BUFFER, SPLIT, SETTINGS, waits=_seen(r5=0.02, r3=0.05, r4=0.2))
+    assert (up.split, up.reason) == (RankSplit(rollout=5, actor=3), ScalingReason.GENERATION_DEFICIT)
+    assert decide_scaling(BUFFER, SPLIT, SETTINGS, waits=_seen(r3=0.06, r5=0.07, r4=0.1)).split == SPLIT
+
+
+def test_a_rank_that_rollout_gives_up_joins_the_mode_that_is_faster() -> None:
+    """On five ranks: 64 x 3.5 / 5 = 44.8 s colocated, and 64 x 3 / 4 = 48 s decoupled; two swaps of 2 s turn it."""
+    backlog = replace(BUFFER, head_of_line_s=61.0, micro_batches=64)
+    costs = MicroBatchCosts(ref_forward_s=0.5, actor_forward_s=1.0, actor_backward_s=2.0, swap_s=0.0)
+    assert decide_scaling(backlog, SPLIT, SETTINGS, training=costs).split == RankSplit(rollout=3, actor=5)
+    swaps = replace(costs, swap_s=2.0)
+    made = decide_scaling(backlog, SPLIT, SETTINGS, training=swaps)
+    assert made.split == RankSplit(rollout=3, actor=4, reference=1)
 
 
 # ---- what it means for lending --------------------------------------------------------------------------------------

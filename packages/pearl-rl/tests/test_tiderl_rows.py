@@ -1,10 +1,15 @@
 """TideRL's rows: what they compare, without running them at length."""
 
+from dataclasses import replace
+
+import pytest
+
 from pearl_planner.ref_actor import TrainerShape, colocated_pipeline_s
 from pearl_rl.simulation.experiments import tiderl
 from pearl_rl.simulation.experiments.bench import Bench
 from pearl_rl.simulation.experiments.registry import OTHER_PAPERS, paper_rows
 from pearl_rl.simulation.tiderl_platform import OSWORLD, WEBSHOP, TidePlatform
+from pearl_rl.simulation.tiderl_steps import LoopOutcome, run_loop
 
 
 def test_the_target_is_known_by_its_name() -> None:
@@ -39,6 +44,32 @@ def test_streaming_with_offload_pays_a_swap_for_each_round_of_micro_batches() ->
     shape = TrainerShape(ranks=4, aggregate=1)
     extra_s = colocated_pipeline_s((0.0,) * 8, costs, shape) - colocated_pipeline_s((0.0,) * 8, bare, shape)
     assert abs(extra_s - 4 * (costs.swap_s - bare.swap_s)) < 1e-9
+
+
+def test_a_trainer_keeps_the_ranks_that_its_memory_needs() -> None:
+    """7.6e9 weights at 6 bytes leave 31.6 of 77.3 GB; 91.4 GB of optimizer take three of them."""
+    assert TidePlatform.of("qwen2.5-7b").least_actors() == 3
+    assert tiderl.scaling_job("ERS", 2).settings.least_actors == 3
+
+
+@pytest.fixture(scope="module")
+def few() -> dict[str, LoopOutcome]:
+    """Six steps of 64 trajectories with two evaluations, instead of a hundred of 256."""
+    jobs = {name: tiderl.scaling_job(name, 6) for name in ("0.125", "0.25", "ERS")}
+    small = {"groups": 8, "evaluation_tasks": 200, "evaluate_every": 3}
+    return {name: run_loop(replace(job.settings, **small), job.workload) for name, job in jobs.items()}
+
+
+def test_scaling_waits_less_than_the_ratio_it_begins_with_for_as_many_tokens(few: dict[str, LoopOutcome]) -> None:
+    ours, fixed = few["ERS"], few["0.25"]
+    assert ours.wait_s < 0.8 * fixed.wait_s
+    assert ours.consumed_tokens == pytest.approx(fixed.consumed_tokens, rel=0.05)
+    assert ours.tokens_per_s > 1.1 * fixed.tokens_per_s
+
+
+def test_waiting_of_rollout_is_time_without_a_request_and_not_the_broadcast(few: dict[str, LoopOutcome]) -> None:
+    """With one of eight GPUs rollout is the side that lacks time: what it waits is less than the broadcasts' pauses."""
+    assert few["0.125"].rollout_wait_s < 6 * 1.0
 
 
 def test_one_step_of_few_tasks_gives_the_rows_of_task_batching() -> None:

@@ -7,8 +7,13 @@ At the boundary after each update, before the new weights are broadcast, the buf
 - *consumption deficit*: its oldest micro-batch waited longer than τ·T_step, or RAS is beyond the break-even of the
   decoupled mode. Rollout would stall, so a rollout rank becomes the trainer's reference rank (decoupled).
 
-A cold start or an evaluation sends everything to rollout at once. After a scale-down of rollout the trainer takes less
-than it could, down to B_min (adaptive retention), so that rollout catches up.
+Both speak of one boundary. Where it is known what splits waited over their steps (`split_waits`), nobody moves while
+nothing waits, nor to a split that waited more, and a rank goes back to one that waited less.
+
+A cold start or an evaluation sends everything to rollout at once, but for the ranks that the trainer needs to be
+through with its batch by the time that rollout is: with fewer it would be the trainer that all wait for. After a
+scale-down of rollout the trainer takes less than it could, down to B_min (adaptive retention), so that rollout catches
+up.
 
 `decide_scaling` is the whole decision, for trainers whose ranks may come and go between updates (`simulation`). In a
 run the ranks of training are fixed, and what moves is who has their GPUs between two updates: `lends` says so of the
@@ -16,10 +21,11 @@ reason, `reconcile.lend` carries it out over the one table and in the one plan f
 same `ToggleCosts` account says.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pearl_planner.gate import ToggleCosts
-from pearl_planner.ref_actor import RefActorMode
+from pearl_planner.ref_actor import MicroBatchCosts, RefActorMode, fastest_references
+from pearl_planner.split_waits import WaitMemory
 from pearl_state.decision import ScalingReason
 
 
@@ -53,6 +59,8 @@ class ReadinessSettings:
     """Steps after a scale-down of rollout in which the trainer paces itself."""
     hidden_s: float = 3.0
     """Duration of the weight broadcast, under which a role switch hides."""
+    least_saving: float = 0.05
+    """Part of a step that must be waited for a rank to move, and that another split waited less for it to go back."""
 
 
 def fixed_batch(trajectories: int) -> ReadinessSettings:
@@ -78,12 +86,16 @@ class BufferReadiness:
     """Average duration of a step (T_step)."""
     micro_batch_s: float = 0.0
     """What the trainer takes for a micro-batch; 0: not known."""
+    micro_batches: int = 0
+    """Of a full batch (N); 0: not known."""
     break_even_ras: int | None = None
     """RAS from which on decoupled mode is faster (`ref_actor.break_even_ras`); None: it never is."""
     cold_start: bool = False
     """No step was made yet."""
     evaluating: bool = False
     """Evaluation tasks are about to run beside the next step."""
+    evaluation_load: float = 0.0
+    """Micro-batches as whose rollout those tasks count; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,27 +188,32 @@ def decide_scaling(
     costs: ToggleCosts | None = None,
     paced_steps: int = 0,
     lent: RankSplit | None = None,
+    training: MicroBatchCosts | None = None,
+    waits: WaitMemory | None = None,
 ) -> ScalingDecision:
     """The split, mode and fetch size of the next step. `paced_steps` and `lent` are what the decision before returned.
 
+    `training` is what a micro-batch costs on one rank, by which a rank that rollout gives up is the reference's or the
+    actor's; without it the first one is always the reference's. `waits` is what splits waited in normal steps so far.
     Never moves more than `max_trainer_growth` ranks to the trainer at a time, nor below a side's least; what rollout
     gives up it gives to a reference rank first, then to the actor.
     """
     costs = costs or ToggleCosts()
     batch = settings.batch
     current, split = split, lent or split
-    reason = scaling_reason(buffer, settings)
     preempts = buffer.cold_start or buffer.evaluating
+    signal = scaling_reason(buffer, settings)
+    reason = signal if waits is None or preempts else _weighed(signal, waits, split.rollout, settings)
     match reason:
         case ScalingReason.COLD_START | ScalingReason.EVALUATION:
-            target = _most_rollout(split, settings)
+            target = _most_rollout(buffer, split, settings)
         case ScalingReason.GENERATION_DEFICIT:
-            target = _more_rollout(buffer, split, settings)
+            target = _more_rollout(buffer, split, settings, remembered=signal is ScalingReason.BALANCED)
         case ScalingReason.CONSUMPTION_DEFICIT:
-            target = _more_training(split, settings)
+            target = _more_training(buffer, split, settings, training)
         case ScalingReason.BALANCED:
             target = split
-    shrank = target.rollout < split.rollout and not preempts
+    shrank = target.rollout < split.rollout and signal is ScalingReason.CONSUMPTION_DEFICIT
     paced = settings.retention_steps if shrank else max(0, paced_steps - 1)
     moved = target.rollout != current.rollout
     return ScalingDecision(
@@ -209,28 +226,65 @@ def decide_scaling(
     )
 
 
-def _most_rollout(split: RankSplit, settings: ReadinessSettings) -> RankSplit:
-    return RankSplit(rollout=split.total - settings.min_actor_ranks, actor=settings.min_actor_ranks)
+def _weighed(signal: ScalingReason, waits: WaitMemory, rollout: int, settings: ReadinessSettings) -> ScalingReason:
+    """What the signal says in the light of what this split and its neighbours waited.
+
+    A deficit foretells a wait: where there is none to save, or where it would lead to more, nobody moves.
+    """
+    here = waits.part(rollout)
+    if signal is ScalingReason.BALANCED:
+        up, down = waits.saves(rollout, rollout + 1) or 0.0, waits.saves(rollout, rollout - 1) or 0.0
+        if max(up, down) <= settings.least_saving:
+            return signal
+        return ScalingReason.GENERATION_DEFICIT if up >= down else ScalingReason.CONSUMPTION_DEFICIT
+    towards = waits.saves(rollout, rollout + (1 if signal is ScalingReason.GENERATION_DEFICIT else -1))
+    idle = here is not None and here < settings.least_saving
+    return ScalingReason.BALANCED if idle or (towards is not None and towards < 0.0) else signal
 
 
-def _more_rollout(buffer: BufferReadiness, split: RankSplit, settings: ReadinessSettings) -> RankSplit:
-    """Reference ranks go to rollout; without any, one of the actor's where the trainer starves."""
+def _most_rollout(buffer: BufferReadiness, split: RankSplit, settings: ReadinessSettings) -> RankSplit:
+    """As many ranks as rollout can have before the trainer is the slower side; all but the least where that is unknown.
+
+    By RAS and TPRM: what is lacking of a batch and the evaluation's tasks come at an interval that shrinks with
+    rollout's ranks, and a micro-batch takes the longer the fewer ranks train.
+    """
+    least = settings.min_actor_ranks
+    ranks = split.actor + split.reference
+    train_s = buffer.micro_batch_s * ranks * buffer.micro_batches
+    roll_s = buffer.tprm_s * split.rollout * (max(0, buffer.micro_batches - buffer.ras) + buffer.evaluation_load)
+    if train_s and roll_s:
+        while least < ranks and train_s / least > roll_s / (split.total - least):
+            least += 1
+    return RankSplit(rollout=split.total - least, actor=least)
+
+
+def _more_rollout(
+    buffer: BufferReadiness, split: RankSplit, settings: ReadinessSettings, *, remembered: bool = False
+) -> RankSplit:
+    """Reference ranks go to rollout; without any, one of the actor's where the trainer starves, or waited less so."""
     freed = split.reference
     actor = split.actor
-    short = buffer.volume < settings.batch.minimum or starving(buffer)
+    short = remembered or buffer.volume < settings.batch.minimum or starving(buffer)
     if not freed and short and actor > settings.min_actor_ranks:
         actor -= 1
         freed = 1
     return RankSplit(rollout=split.rollout + freed, actor=actor)
 
 
-def _more_training(split: RankSplit, settings: ReadinessSettings) -> RankSplit:
+def _more_training(
+    buffer: BufferReadiness, split: RankSplit, settings: ReadinessSettings, training: MicroBatchCosts | None
+) -> RankSplit:
     moved = min(settings.max_trainer_growth, split.rollout - settings.min_rollout_ranks)
     if moved <= 0:
         return split
-    if not split.reference:
-        return RankSplit(rollout=split.rollout - moved, actor=split.actor + moved - 1, reference=1)
-    return replace(split, rollout=split.rollout - moved, actor=split.actor + moved)
+    ranks = split.actor + split.reference + moved
+    if training is None:
+        reference = split.reference or 1
+    else:
+        reference = fastest_references(max(1, buffer.micro_batches), training, ranks)
+    if ranks - reference < settings.min_actor_ranks:
+        reference = 0
+    return RankSplit(rollout=split.rollout - moved, actor=ranks - reference, reference=reference)
 
 
 def _fetch(buffer: BufferReadiness, batch: BatchInterval, paced_steps: int) -> int:

@@ -141,6 +141,25 @@ def decoupled_pipeline_s(ready_s: Sequence[float], costs: MicroBatchCosts, shape
     return end
 
 
+def backlog_s(micro_batches: float, costs: MicroBatchCosts, *, actors: int, references: int = 0) -> float:
+    """What a trainer takes for micro-batches that are all ready, its pipeline filled.
+
+    With reference ranks of its own the slower of both sets the pace (decoupled); without, all ranks hold both models
+    and swap them once each.
+    """
+    if references:
+        return micro_batches * max(costs.ref_forward_s / references, costs.actor_s / actors)
+    return 2 * costs.swap_s + micro_batches * (costs.ref_forward_s + costs.actor_s) / actors
+
+
+def fastest_references(micro_batches: float, costs: MicroBatchCosts, ranks: int) -> int:
+    """Reference ranks with which `ranks` are through a backlog first; 0: colocated. Of equals the fewest."""
+    return min(
+        range((ranks + 1) // 2),
+        key=lambda references: backlog_s(micro_batches, costs, actors=ranks - references, references=references),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefActorChoice:
     """The mode of a step, with what each is expected to take, seconds."""

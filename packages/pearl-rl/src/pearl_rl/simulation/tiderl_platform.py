@@ -5,6 +5,7 @@ all other simulations; what neither has is assumed, and says so.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from pearl_planner.catalog import GpuSpec, ModelSpec, find_gpu, find_model
 from pearl_planner.ref_actor import MicroBatchCosts
@@ -18,6 +19,8 @@ from pearl_rl.simulation.workload import ModelWorkload, Script, WorkloadOptions
 
 PCIE_FRACTION = 0.8
 """Part of the PCIe rate that copies of whole models reach; assumed."""
+TRAINER_MEMORY_FRACTION = 0.9
+"""Part of a trainer's device memory for weights, gradients and optimizer; assumed."""
 CONTEXT_SWITCH_S = 0.05
 """Changing the model that runs without moving it: allocator, streams, communicators; assumed."""
 
@@ -109,6 +112,17 @@ class TidePlatform:
     def forward_s(self, tokens: int) -> float:
         """A forward pass over `tokens` tokens on one GPU, by the kernel tables of prefill."""
         return self.worker.costs.prefill_s([(tokens, 0)], 0)
+
+    def least_actors(self) -> int:
+        """Data-parallel ranks that hold the actor, by Megatron's bytes: 2 a weight, 4 its gradient, 12 the optimizer's.
+
+        The optimizer's are spread over all ranks; what is left of each holds activations.
+        """
+        weights = self.model.params_total
+        room = self.gpu.hbm_bytes * TRAINER_MEMORY_FRACTION - 6 * weights
+        if room <= 0:
+            raise ValueError(f"{self.model.name}: weights and gradients alone do not fit into {self.gpu.name}")
+        return ceil(12 * weights / room)
 
     def micro_batch(self, tokens: int, *, offload: bool) -> MicroBatchCosts:
         """Costs of one micro-batch on one rank; with `offload` the model that does not run is in host memory."""

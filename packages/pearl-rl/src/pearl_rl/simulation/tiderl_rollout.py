@@ -70,9 +70,9 @@ class TaskRollout:
 
     def __init__(self, model: WorkerModel, batching: Batching, workers: int) -> None:
         self.now_s = 0.0
+        self.idle_s = 0.0
+        """Time of serving workers without a request so far, mean over those that served at each moment, seconds."""
         self.workers: dict[WorkerId, _Worker] = {}
-        self.allowance = 1 << 30
-        """Training tasks that may start now."""
         self._model = model
         self._batching = batching
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -94,8 +94,17 @@ class TaskRollout:
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Take events until `until` holds or there are none."""
         while self._events and not until():
-            self.now_s, _, act = heapq.heappop(self._events)
+            at_s, _, act = heapq.heappop(self._events)
+            self._pass_until(at_s)
             act()
+
+    def _pass_until(self, at_s: float) -> None:
+        if at_s > self.now_s:
+            serving = [worker for worker in self.workers.values() if worker.open]
+            idle = sum(worker.engine.idle for worker in serving)
+            if idle:
+                self.idle_s += (at_s - self.now_s) * idle / len(serving)
+            self.now_s = at_s
 
     def _follow(self, worker: _Worker) -> None:
         wake_s = worker.engine.wake_s
@@ -122,12 +131,6 @@ class TaskRollout:
     def serving(self) -> list[WorkerId]:
         """Workers that take tasks."""
         return [id_ for id_, worker in self.workers.items() if worker.open]
-
-    @property
-    def busy_s(self) -> float:
-        """Engine time in iterations so far, over all workers, seconds."""
-        meters = [worker.engine.meter for worker in self.workers.values()]
-        return sum(meter.prefill_s + meter.decode_s for meter in meters)
 
     def set_workers(self, count: int) -> None:
         """From now on so many workers serve. Tasks of those that close go on elsewhere from their prefix."""

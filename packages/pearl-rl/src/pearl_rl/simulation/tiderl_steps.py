@@ -19,7 +19,8 @@ from pearl_planner.readiness import (
     ScalingDecision,
     decide_scaling,
 )
-from pearl_planner.ref_actor import MicroBatchCosts, RefActorMode, TrainerShape, break_even_ras
+from pearl_planner.ref_actor import MicroBatchCosts, RefActorMode, TrainerShape, backlog_s, break_even_ras
+from pearl_planner.split_waits import WaitMemory
 from pearl_rl.simulation.tiderl_platform import TidePlatform, Workload
 from pearl_rl.simulation.tiderl_rollout import Batching, SimulatedTask, TaskRollout
 from pearl_rl.simulation.workload import Script
@@ -37,6 +38,8 @@ class LoopSettings:
     """GPUs that roll out at the beginning, or for good."""
     scaling: bool = False
     """Whether the split follows readiness (ERS)."""
+    least_actors: int = 3
+    """Ranks that the trainer keeps in any case: what its memory needs (`TidePlatform.least_actors`)."""
     pipelining: bool = True
     """Whether the trainer aggregates or decouples (RA²P); else it swaps at each micro-batch."""
     batching: Batching
@@ -119,8 +122,10 @@ class TrainingLoop:
         self._lent: RankSplit | None = None
         self._busy = self._done = False
         self._idle_since: float | None = 0.0
-        self._step_began_s = self._counted_s = self._counted_busy_s = 0.0
+        self._step_began_s = self._counted_idle_s = 0.0
         self._throttled = False
+        self._waits = WaitMemory()
+        self._waited_before_s = 0.0
         self._tprm_s = self._step_s = 0.0
         self._arrived: list[float] = []
         self._rwt = self._twt = 0.0
@@ -130,7 +135,7 @@ class TrainingLoop:
         self._number = 0
         self._readiness = ReadinessSettings(
             batch=BatchInterval(minimum=settings.batch // 2, ideal=settings.batch),
-            min_actor_ranks=settings.gpus // 2,
+            min_actor_ranks=settings.least_actors,
             head_of_line_factor=1.0,
             hidden_s=settings.sync_s,
         )
@@ -156,11 +161,10 @@ class TrainingLoop:
 
     def _count(self) -> None:
         """Time of rollout workers without a request, while the bound is what keeps new tasks from them."""
-        now_s, workers = self._rollout.now_s, len(self._rollout.serving)
-        busy_s = self._rollout.busy_s
+        idle_s = self._rollout.idle_s
         if self._throttled:
-            self._rwt += max(0.0, now_s - self._counted_s - (busy_s - self._counted_busy_s) / workers)
-        self._counted_s, self._counted_busy_s = now_s, busy_s
+            self._rwt += idle_s - self._counted_idle_s
+        self._counted_idle_s = idle_s
         self._throttled = self._room() < 1 and not self._evaluating
 
     def _room(self) -> int:
@@ -234,9 +238,8 @@ class TrainingLoop:
                 self._ready.remove(group)
             self._work(taken)
             return
-        least = settings.groups // 2 if settings.scaling else settings.groups
         due = any(group.version <= oldest for group in self._open.values())
-        if self._step_groups >= min(least, self._fetch) and not due and not self._evaluating:
+        if self._step_groups >= self._fetch and not due and not self._evaluating:
             self._busy = True
             self._waited()
             self._rollout.at(self._rollout.now_s + settings.sync_s, self._updated)
@@ -265,13 +268,9 @@ class TrainingLoop:
 
     def _train_s(self, tokens: int) -> float:
         """Reference, forward and backward over `tokens` tokens on the trainer's ranks."""
-        unit, split = self._unit, self._split
-        amount = tokens / 8192
-        if self._settings.pipelining and split.reference:
-            # The reference streams beside the actors; the slower of both sets the pace.
-            return amount * max(unit.ref_forward_s / split.reference, unit.actor_s / split.actor)
-        ranks = split.actor + split.reference
-        return 2 * unit.swap_s + amount * (unit.ref_forward_s + unit.actor_s) / ranks
+        references = self._split.reference if self._settings.pipelining else 0
+        actors = self._split.actor + self._split.reference - references
+        return backlog_s(tokens / 8192, self._unit, actors=actors, references=references)
 
     def _worked(self) -> None:
         self._busy = False
@@ -309,12 +308,17 @@ class TrainingLoop:
         self._consume()
 
     def _smooth(self, now_s: float) -> None:
-        gaps = [b - a for a, b in pairwise(self._arrived)]
+        # The δ of appendix A: the wait for the first one counts, else a burst after a long silence looks like plenty.
+        gaps = [b - a for a, b in pairwise([self._step_began_s, *self._arrived])]
         if gaps:
             self._tprm_s += _SMOOTHING * (fmean(gaps) - self._tprm_s) if self._tprm_s else fmean(gaps)
         if self._version:
             took_s = now_s - self._step_began_s
             self._step_s += _SMOOTHING * (took_s - self._step_s) if self._step_s else took_s
+            waited_s = self._rwt + self._twt
+            if self._lent is None:
+                self._waits = self._waits.with_step(self._split.rollout, waited_s - self._waited_before_s, took_s)
+            self._waited_before_s = waited_s
 
     def _group_costs(self) -> MicroBatchCosts:
         """Costs of one group as a micro-batch of one rank."""
@@ -354,13 +358,21 @@ class TrainingLoop:
             head_of_line_s=self._rollout.now_s - oldest,
             step_s=self._step_s,
             micro_batch_s=self._pace_s(),
+            micro_batches=settings.groups,
+            evaluation_load=settings.evaluation_tasks / settings.group_size if evaluate else 0.0,
             # Decoupled, the trainer has the reference's rank on top.
             break_even_ras=self._break_even(self._split.actor + max(1, self._split.reference)),
             cold_start=self._version == 0,
             evaluating=evaluate,
         )
         made: ScalingDecision = decide_scaling(
-            buffer, self._split, self._readiness, paced_steps=self._paced, lent=self._lent
+            buffer,
+            self._split,
+            self._readiness,
+            paced_steps=self._paced,
+            lent=self._lent,
+            training=self._group_costs(),
+            waits=self._waits,
         )
         self._paced, self._lent = made.paced_steps, made.lent
         self._fetch = made.fetch // settings.group_size
