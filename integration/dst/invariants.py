@@ -102,7 +102,7 @@ def check_tokens(trajectory: Trajectory, turns: int, new_tokens: int) -> None:
     """The fake engines continue any prefix in one way only: each response must be that, token for token."""
     require(len(trajectory.turns) == turns, "whole_trajectory", f"{trajectory.id} has {len(trajectory.turns)} turns")
     context: list[int] = []
-    version = -1
+    version = trajectory.dispatch_version
     for number, turn in enumerate(trajectory.turns):
         context += turn.prompt
         expected = []

@@ -420,6 +420,31 @@ def test_a_broken_environment_costs_one_sample_not_its_group() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("load_s", [0.0, 0.3, 5.0])
+def test_no_token_is_older_than_the_version_that_its_trajectory_was_dispatched_at(load_s: float) -> None:
+    """Else staleness, which is counted from there, would be more than it says where workers load for long."""
+
+    async def main() -> None:
+        bench = Bench(steps=6)
+        post = bench.post
+
+        def later(event: Event) -> None:
+            if isinstance(event, WeightsPublished):
+                asyncio.get_running_loop().call_later(load_s, post, event)
+            else:
+                post(event)
+
+        bench.post = later  # type: ignore[method-assign]
+        outcome = await bench.run()
+        assert outcome.steps == 6
+        assert outcome.counts.failed == 0
+        for trajectory, _ in bench.trajectories:
+            assert trajectory.turns[0].spans[0].version >= trajectory.dispatch_version
+        bench.assert_nothing_left()
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("refills", [3, 1100])
 def test_refills_end_with_the_cause_named(refills: int) -> None:
     """However many they are: pauses double, but no number grows without end."""

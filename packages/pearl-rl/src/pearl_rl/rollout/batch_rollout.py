@@ -238,7 +238,8 @@ class BatchRollout:
 
     def _enter(self, episode: Episode) -> Generate:
         """Tell everybody that a sample begins. Returns whom its agent calls."""
-        self._router.begin(episode.trajectory)
+        # Its staleness is counted from there: where workers still load newer weights, no token may be older.
+        self._router.begin(episode.trajectory, episode.dispatch_version)
         if self._lifecycle is not None:
             self._lifecycle.sampled(episode.trajectory, episode.group, task_kind(episode.task.id))
         if self._gate is None:
