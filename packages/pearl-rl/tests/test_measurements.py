@@ -105,6 +105,19 @@ def test_a_step_that_nothing_was_predicted_for_has_no_predicted_time() -> None:
     assert prediction.finish(5.0) is None
 
 
+def test_time_without_a_prediction_says_nothing_of_the_step() -> None:
+    prediction = StepPrediction()
+    prediction.begin(0.0)
+    # Foreseen for the last tenth only: that is no prediction of the step.
+    prediction.in_force(4.0, 9.0)
+    assert prediction.finish(10.0) is None
+    prediction.in_force(None, 10.0)
+    prediction.begin(10.0)
+    # 8 of 10 s, in which the whole batch was foreseen to end: they take as long as foreseen.
+    prediction.in_force(8.0, 12.0)
+    assert prediction.finish(20.0) == pytest.approx(8.0)
+
+
 # ---- refit ----------------------------------------------------------------------------------------------------------
 
 

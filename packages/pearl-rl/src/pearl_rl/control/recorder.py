@@ -12,7 +12,7 @@ from pearl_rl.observer import Observer
 from pearl_rl.run_folder import RunFolder
 from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect, GroupKind, PrepareGroup, RecordDecision
-from pearl_state.events import Event, GpusReclaimed, RolloutBegan, RolloutFinished, TrainingResumed
+from pearl_state.events import Event, GpusReclaimed, ProfileRefitted, RolloutBegan, RolloutFinished, TrainingResumed
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Mode, Tenure
 from pearl_state.worker import WorkerId
@@ -132,7 +132,8 @@ class Recorder:
     def _predict(self, event: Event, state: ElasticState) -> None:
         now_s = self._now_s()
         configuration = current_configuration(state.table)
-        if configuration is not None and (configuration != self._in_force or isinstance(event, RolloutBegan)):
+        anew = isinstance(event, RolloutBegan) or (self._predicted_s is None and isinstance(event, ProfileRefitted))
+        if configuration is not None and (configuration != self._in_force or anew):
             self._in_force = configuration
             self._predicted_s = self._makespan_s(state, configuration)
             self._prediction.in_force(self._predicted_s, now_s)
@@ -156,9 +157,12 @@ def gate_line(gate: Mapping[str, float]) -> str:
         return "gate      lend training GPUs: no dedicated worker serves yet"
     # Readiness, or a setting, may say other than the sum.
     verdict = "lend" if gate["open"] else "keep"
-    sign = ">" if gate["benefit_s"] > gate["toggle_s"] else "≤"
+    benefit, cost = gate["benefit_s"], gate["toggle_s"]
+    sign = ">" if benefit > cost else "≤"
+    # As many digits as tell the two apart.
+    digits = next((n for n in (2, 4) if f"{benefit:.{n}f}" != f"{cost:.{n}f}"), 6)
     return (
         f"gate      {verdict} training GPUs: {gate['remaining']:.0f}/{gate['batch']:.0f} × "
         f"({gate['dedicated_s']:.1f} - {gate['full_s']:.1f}) s = "
-        f"{gate['benefit_s']:.2f} s {sign} {gate['toggle_s']:.2f} s"
+        f"{benefit:.{digits}f} s {sign} {cost:.{digits}f} s"
     )
