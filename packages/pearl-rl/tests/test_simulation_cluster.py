@@ -123,6 +123,14 @@ def test_rolls_trajectories_stay_with_their_workers_and_others_are_balanced() ->
     assert moved[None] > moved[RIGID_SLACK] > moved[math.inf] == 0
 
 
+def test_thresholds_are_taken_together_and_a_mode_is_never_easier_to_change_than_a_ratio() -> None:
+    both = small(policy={"ratio_threshold": 0.2, "mode_threshold": 0.3}, run={"steps": 1})
+    assert both.policy.thresholds == (0.2, 0.3)
+    assert simulate(both).steps
+    with pytest.raises(SettingsError, match=r"policy.mode_threshold = 0.01 is below policy.ratio_threshold = 0.05: "):
+        small(policy={"mode_threshold": 0.01})
+
+
 def test_memory_does_not_grow_with_the_length_of_a_run() -> None:
     long = small(
         rollout={"batch": 1, "group_size": 1},

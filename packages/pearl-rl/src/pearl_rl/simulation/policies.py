@@ -142,11 +142,8 @@ def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[Policy, Borrowing]:
         own = own_policy(choice.name)
         return own, Borrowing.GATED if own.borrows else Borrowing.OFF
     name = choice.name.removesuffix(_TIDERL)
-    settings = DecideSettings(model=choice.model)
-    if choice.ratio_threshold is not None:
-        settings = replace(settings, ratio_threshold=choice.ratio_threshold)
-    if choice.mode_threshold is not None:
-        settings = replace(settings, mode_threshold=choice.mode_threshold)
+    ratio, mode = choice.thresholds
+    settings = DecideSettings(model=choice.model, ratio_threshold=ratio, mode_threshold=mode)
     if name in ("roll", "roll-large"):
         return fixed(), Borrowing.OFF
     if name == "rlboost":

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from pearl_planner.search import DecideSettings
 from pearl_rl.errors import SettingsError
 from pearl_rl.settings.job import Section
 from pearl_rl.settings.keys import leaves, sections
@@ -131,6 +132,15 @@ class PolicySection(Section):
         description="platform profile at the start: short runs of the simulated engine, or a roofline",
     )
 
+    @property
+    def thresholds(self) -> tuple[float, float]:
+        """Of a ratio and of a mode change, the planner's own where unset."""
+        usual, ratio, mode = DecideSettings(), self.ratio_threshold, self.mode_threshold
+        return (
+            usual.ratio_threshold if ratio is None else ratio,
+            usual.mode_threshold if mode is None else mode,
+        )
+
 
 class RunSection(Section):
     """`[run]`: for how long, and from which seed."""
@@ -167,6 +177,12 @@ class Scenario(Section):
                 raise ValueError(f"cluster.{key} = {gpus} does not divide by tp = {self.tp}")
         if not self.cluster.reserved_rollout_gpus and self.policy.name in ("roll", "bidirl"):
             raise ValueError(f"policy {self.policy.name} needs cluster.reserved_rollout_gpus: it takes no others")
+        ratio, mode = self.policy.thresholds
+        if mode < ratio:
+            raise ValueError(
+                f"policy.mode_threshold = {mode} is below policy.ratio_threshold = {ratio}: a mode switch costs "
+                "more than a change of the ratio; lower both or raise the first"
+            )
         if self.policy.name == "static-pd" and not self.policy.configuration:
             raise ValueError("policy static-pd needs policy.configuration, like 3P5D")
         return self
