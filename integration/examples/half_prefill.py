@@ -9,7 +9,7 @@ from pearl_state import Configuration, Decision, WorkloadProfile
 
 @dataclass(frozen=True)
 class HalfPrefill:
-    name: str = "half-prefill"
+    name: str = "half-prefill"  # in decisions and traces; where a policy is chosen, module:attribute
     expands: bool = True  # takes preemptible GPUs
     borrows: bool = True  # borrows idle training GPUs
     least_turns: float = 4.0

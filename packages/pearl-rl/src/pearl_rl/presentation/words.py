@@ -15,7 +15,7 @@ _REASONS = {
     Reason.FORCED: "the current one cannot run under this budget",
     Reason.FALLBACK: "nothing meets every constraint; the least bad one",
     Reason.FORECAST: "the load of the next seconds wants it",
-    Reason.FIXED: "the policy is fixed",
+    Reason.FIXED: "chosen by the policy, whatever is predicted",
     Reason.UNCALIBRATED: "no measurement yet; chosen by the prior",
 }
 
