@@ -259,6 +259,17 @@ def test_a_run_without_steps_has_a_page(tmp_path):
     assert [finding.level for finding in diagnose(run)] == [Level.NOTE]
 
 
+def test_no_policy_is_left_out_where_there_are_more_runs_than_colours(run):
+    runs = [
+        replace(run, name=f"{p} {seed}", config={**run.config, "run": {**run.config["run"], "seed": seed}})
+        for p in "abc"
+        for seed in range(3)
+    ]
+    legend = comparison_page(runs, "nine").partition('data-chart="makespans"')[2].partition("</ul>")[0]
+    assert "The first 6 of 9 runs, by seed." in legend
+    assert re.findall(r"</i>([^<]*)<", legend) == ["a 0", "b 0", "c 0", "a 1", "b 1", "c 1"]
+
+
 def test_several_runs_are_compared_with_the_first(run):
     text = comparison_page([run, run], "twice")
     Page(text)

@@ -391,6 +391,8 @@ def _comparison(runs: Sequence[RunRecord]) -> str:
 
 
 def _compared_steps(runs: Sequence[RunRecord]) -> str:
+    # By seed, so that no policy is left out where there are more runs than colours.
+    runs = sorted(runs, key=lambda run: run.config.get("run", {}).get("seed", 0))
     wide, narrow = makespans(runs, WIDE), makespans(runs, NARROW)
     if wide is None or narrow is None:
         return ""
@@ -398,7 +400,7 @@ def _compared_steps(runs: Sequence[RunRecord]) -> str:
     legend = "".join(
         f'<li><i class="{colour}"></i>{escape(run.name)}</li>' for colour, run in zip(COLOURS, shown, strict=False)
     )
-    more = f" The first {len(COLOURS)} of {len(shown)} runs." if len(shown) > len(COLOURS) else ""
+    more = f" The first {len(COLOURS)} of {len(shown)} runs, by seed." if len(shown) > len(COLOURS) else ""
     return (
         f'<section data-chart="makespans"><h2>Makespan of each batch</h2><p>As measured.{more}</p>'
         f'<ul class="legend">{legend}</ul><div class="draw">{wide.svg("wide")}{narrow.svg("narrow")}</div></section>'
