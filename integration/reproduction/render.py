@@ -65,7 +65,7 @@ def page(found: Sequence[Row], explained: Sequence[Mapping[str, Any]]) -> str:
         "Each run has one seed unless `--seeds` says more, so a gain moves by a few points from seed to seed. What an "
         "iteration with prefill costs besides kernels is charged on every worker; charged at phase changes of "
         "colocated workers only, it fits the calibrated rows as well and met 13 of 20 rows of F5, 12 of 24 of F7 and "
-        "2 of 6 of F2c, no more than now.",
+        "2 of 6 of F2c, about as many as this.",
         "",
         "| target | what | use | paper | ours | error | met |",
         "|---|---|---|---:|---:|---:|---|",
