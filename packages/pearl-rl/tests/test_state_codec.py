@@ -63,6 +63,13 @@ def _gpu_of_two_slots(data: dict[str, Any]) -> None:
     data["table"]["rows"]["5"]["gpus"] = data["table"]["rows"]["4"]["gpus"]
 
 
+def _two_training_workers_on_a_gpu(data: dict[str, Any]) -> None:
+    rows = data["table"]["rows"]
+    training = [row for row in rows.values() if row["role"] == "training"]
+    borrower = next(r for r in rows.values() if r["role"] != "training" and set(r["gpus"]) & set(training[0]["gpus"]))
+    borrower["role"] = "training"
+
+
 def _groups_of_nobody(data: dict[str, Any]) -> None:
     data["smaller_groups"] = 0
 
@@ -85,6 +92,7 @@ def _no_table(data: dict[str, Any]) -> None:
         _worker_nobody_has,
         _overlap_worker_that_comes_and_goes,
         _gpu_of_two_slots,
+        _two_training_workers_on_a_gpu,
         _groups_of_nobody,
         _fewer_than_none,
         _training_that_holds_nothing,

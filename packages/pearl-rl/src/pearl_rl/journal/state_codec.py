@@ -11,7 +11,7 @@ from pearl_rl.encoding import decode, encode
 from pearl_rl.journal.frames import JournalError
 from pearl_state.errors import StateError
 from pearl_state.plan import TransitionPlan
-from pearl_state.roles import Zone
+from pearl_state.roles import Role, Zone
 from pearl_state.worker import WorkerId
 
 _LEFT_OUT: Final = frozenset({"settings", "last_decision"})
@@ -81,5 +81,10 @@ def _check(state: ElasticState) -> None:
         raise ValueError(f"worker {strange[0]} is said to come and go, and is in the overlap zone")
     bound = Counter(gpu for row in rows.values() if row.zone is Zone.DEDICATED for gpu in row.gpus)
     bound.update({gpu for row in rows.values() if row.zone is Zone.OVERLAP for gpu in row.gpus})
-    if twice := [gpu for gpu, count in bound.items() if count > 1]:
+    # Training and who borrows share GPUs, and only they: neither shares one with its like.
+    training = Counter(gpu for id_ in state.table.training() for gpu in rows[id_].gpus)
+    borrowers = Counter(
+        gpu for row in rows.values() if row.zone is Zone.OVERLAP and row.role is not Role.TRAINING for gpu in row.gpus
+    )
+    if twice := [gpu for count in (bound, training, borrowers) for gpu, slots in count.items() if slots > 1]:
         raise ValueError(f"GPU {twice[0]} is bound to two slots")
