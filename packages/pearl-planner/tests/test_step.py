@@ -183,14 +183,19 @@ def test_a_group_is_admitted_at_the_version_published_while_it_started() -> None
     assert len(world.state.table.active()) == 2
 
 
-def test_who_joins_while_weights_are_published_is_admitted_no_staler_than_the_others_and_follows_them() -> None:
+def overtaken() -> World:
+    """Two serve version 0, the stage that admits a third has begun, and version 1 comes before its answer."""
     world = World(start(Borrowing.OFF))
     world.post(offer(10, 11, tenure=Tenure.RESERVED))
     world.settle()
     world.post(offer(12))
     world.answer(0, fail=False)
-    # The stage that admits has begun: version 1 comes before its answer.
     world.post(events.WeightsPublished(now_s=1.0, version=1))
+    return world
+
+
+def test_who_joins_while_weights_are_published_is_admitted_no_staler_than_the_others_and_follows_them() -> None:
+    world = overtaken()
     world.answer(0, fail=False)
     joined = world.state.table.rows[WorkerId(4)]
     assert (joined.lifecycle, joined.weight_version) == (Lifecycle.ACTIVE, 0)
@@ -201,12 +206,7 @@ def test_who_joins_while_weights_are_published_is_admitted_no_staler_than_the_ot
 
 
 def test_who_joins_with_older_weights_than_others_serve_waits_for_newer_ones() -> None:
-    world = World(start(Borrowing.OFF))
-    world.post(offer(10, 11, tenure=Tenure.RESERVED))
-    world.settle()
-    world.post(offer(12))
-    world.answer(0, fail=False)
-    world.post(events.WeightsPublished(now_s=1.0, version=1))
+    world = overtaken()
     world.answer(1, fail=False)
     assert len(world.state.table.active()) == 2
     assert world.state.table.floor_version == 1
