@@ -21,7 +21,7 @@ from pearl_rl.live.follower import Follower, Tail, event_words
 from pearl_rl.live.server import Dashboard
 from pearl_rl.live.table_now import table_now
 from pearl_rl.live.testing import OperableJob
-from pearl_rl.live.top import decided, under_way, worker_table
+from pearl_rl.live.top import decided, under_way, weight_words, worker_table
 from pearl_rl.observer import StepRecord
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.run_lock import RunLock, held
@@ -96,8 +96,23 @@ def test_the_view_is_the_job_as_it_is(operated):
     assert seen["configuration"] == str(state.table.configuration)
     assert (seen["step"], seen["batch"], seen["remaining"]) == (1, 64, 64)
     assert {worker["running"] for worker in serving} == {3}
+    assert seen["serving_versions"] == [seen["weight_version"]]
     assert seen["control"] is True
     assert seen["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        ([6], "weights v6"),
+        ([5], "weights v5, newest v6"),
+        ([4, 5, 6], "weights v4 to v6, newest v6"),
+        ([], "no weights, newest v6"),
+    ],
+)
+def test_served_weights_are_those_of_the_workers_and_not_the_newest(served, words):
+    """A simulation ends in the moment in which the last weights are published."""
+    assert weight_words({"serving_versions": served, "weight_version": 6}) == words
 
 
 def test_of_large_clusters_the_first_workers_are_listed_and_all_are_counted(operated):

@@ -111,6 +111,14 @@ def test_another_name_is_refused_with_the_known_ones(text: str) -> None:
         ("return Configuration(colocated=given['budget_workers'])", "answers with Configuration, not with a Decision"),
         ("pass", "answers with NoneType, not with a Decision"),
         ("return decide(**{**given, 'budget_workers': 1})", "answers with 1C where 2 workers are to be placed"),
+        (
+            "return decide(**{**given, 'pinned': None})",
+            r"answers with 2C for 2 workers where a person pinned 4P1D; it must hold what is pinned",
+        ),
+        (
+            "return decide(**{**given, 'pinned': Configuration(prefill=1, decode=1)})",
+            r"for 2 workers where a person pinned 4C; it must hold",
+        ),
     ],
 )
 def test_a_policy_with_a_mistake_is_refused_before_anything_starts(

@@ -16,12 +16,13 @@ from pearl_executor.pacing import Pace
 from pearl_planner.decide import DecideSettings
 from pearl_planner.switching import SwitchCosts
 from pearl_rl.settings import ResolvedSettings, Settings, SettingsError, json_schema, load_settings, to_json, to_toml
-from pearl_rl.settings.keys import leaves, nearest, sections
+from pearl_rl.settings.keys import OF_SCENARIOS, ONLY_IN_SCENARIOS, leaves, nearest, sections
 from pearl_rl.settings.labels import parse_labels
 from pearl_rl.settings.load import default_text, parse_override
 from pearl_rl.settings.platform import DeviceSettings, ExecutorLimitSettings, PlannerSettings
 from pearl_rl.settings.toml_lines import key_lines
 from pearl_rl.settings.write import toml_value
+from pearl_rl.simulation.scenario import Scenario, load_scenario
 
 PARTS = {"limits": Limits, "pace": Pace, "decide": DecideSettings, "costs": SwitchCosts}
 FILES = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -161,6 +162,29 @@ def test_an_unknown_key_is_named_with_its_origin_and_the_nearest_valid_one(tmp_p
     assert "the nearest is rollout.batch_size" in refused("train.batch_size=3")
     assert "the nearest is train" in refused("trian.group_size=3")
     assert "the nearest is environment" in refused("env=3")
+
+
+def test_a_scenario_s_key_is_named_with_the_job_s_and_the_other_way_round():
+    assert refused("policy.name=x") == (
+        "--set: unknown key policy.name; the nearest is planner.policy; it is a setting of `pearl-rl simulate`, "
+        "and this must be a job"
+    )
+    assert refused("rollout.group_size=4") == "--set: unknown key rollout.group_size; the nearest is train.group_size"
+    with pytest.raises(
+        SettingsError, match=r"unknown key planner\.policy; the nearest is policy\.name; it is a setting"
+    ):
+        load_scenario("paper-segment1", ["planner.policy=x"])
+
+
+def test_what_only_scenarios_have_is_what_scenarios_have_and_jobs_have_not():
+    assert set(Scenario.model_fields) - set(Settings.model_fields) == ONLY_IN_SCENARIOS
+    for of_scenario, of_job in OF_SCENARIOS.items():
+        node = Scenario
+        for part in of_scenario[:-1]:
+            node = node.model_fields[part].annotation
+        assert of_scenario[-1] in node.model_fields
+        assert of_scenario not in leaves()
+        assert of_job in leaves()
 
 
 @given(st.sampled_from(leaves()), st.integers(0, 30))

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from pearl_planner import find_gpu, find_model, find_profile, planning_inputs
+from pearl_planner.decide import scaled
 from pearl_planner.in_step import InStepPolicy
 from pearl_planner.policies import Observing, Policy, Question, Recalling
 from pearl_planner.switching import SwitchCosts
+from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision, SwitchKind
 
 _NEEDS = ("name", "expands", "borrows", "decide")
 _TRIED_WORKERS = (1, 2, 5, 8)
+_TRIED_PINS = (Configuration(prefill=4, decode=1), Configuration(colocated=4))
 
 
 class PolicyError(ValueError):
@@ -24,9 +27,9 @@ class PolicyError(ValueError):
 def own_policy(name: str) -> Policy:
     """The policy that `package.module:attribute` names: an instance, or a class or function that makes one.
 
-    It is asked for a few numbers of workers at once, so that a mistake shows before anything has started; whatever it
-    does wrong later is a `PolicyError` too, but for one that is an `InStepPolicy`. Raises `PolicyError` where the
-    module cannot be imported, what it holds is no policy, or its answers are none.
+    It is asked for a few numbers of workers and pins at once, so that a mistake shows before anything has started;
+    whatever it does wrong later is a `PolicyError` too, but for one that is an `InStepPolicy`. Raises `PolicyError`
+    where the module cannot be imported, what it holds is no policy, or its answers are none.
     """
     policy = _made(name)
     missing = [need for need in _NEEDS if not hasattr(policy, need)]
@@ -122,6 +125,13 @@ class _Watched:
                 f"policy '{self.called}' answers with {decision.selected} where {workers} workers are to be placed; "
                 "it must place every one of budget_workers"
             )
+        pinned = asked.get("pinned")
+        if pinned is not None and decision.selected != scaled(pinned, workers):
+            raise PolicyError(
+                f"policy '{self.called}' answers with {decision.selected} for {workers} workers where a person pinned "
+                f"{pinned}; it must hold what is pinned: "
+                "return pearl_planner.decide(…, pinned=pinned or your configuration)"
+            )
         return decision
 
 
@@ -160,7 +170,7 @@ def _try(policy: Policy) -> None:
     inputs = planning_inputs(find_profile("swe-32k"), find_model("qwen3-8b"), find_gpu("h800"), tensor_parallel=2)
     for workers in _TRIED_WORKERS:
         current = None
-        for _ in range(2):
+        for pinned in (None, None, *_TRIED_PINS):
             current = policy.decide(
                 workload=inputs.workload,
                 platform=inputs.platform,
@@ -169,5 +179,5 @@ def _try(policy: Policy) -> None:
                 remaining_fraction=1.0,
                 steps_ahead=3.0,
                 calibrated=current is not None,
-                pinned=None,
+                pinned=pinned,
             ).selected

@@ -179,6 +179,7 @@ class Follower:
             "configuration": configuration_text(self.rows.values()),
             "pinned": self.about.get("pinned"),
             "weight_version": self.about.get("target_version", 0),
+            "serving_versions": sorted({row["weight_version"] for row in self._serving()}),
             "plan": self.about.get("plan"),
             "groups": self.about.get("groups", []),
             "removals": self.about.get("removals", []),

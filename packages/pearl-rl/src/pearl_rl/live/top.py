@@ -69,8 +69,15 @@ def facts(view: Mapping[str, Any]) -> RenderableType:
             grid.add_row("reward", f"{last['reward']:.3f} {rewards}")
     pinned = f", pinned to {view['pinned']}" if view["pinned"] else ""
     if view["workers"]:
-        grid.add_row("serving", f"{view['configuration']}{pinned}, weights v{view['weight_version']}")
+        grid.add_row("serving", f"{view['configuration']}{pinned}, {weight_words(view)}")
     return grid
+
+
+def weight_words(view: Mapping[str, Any]) -> str:
+    """The weights that are served, and the newest ones where those are others: a run may end as they are published."""
+    served, newest = view["serving_versions"], view["weight_version"]
+    words = f"weights v{served[0]}" + (f" to v{served[-1]}" if len(served) > 1 else "") if served else "no weights"
+    return words if served == [newest] else f"{words}, newest v{newest}"
 
 
 def _bar(done: int, steps: int) -> Text:

@@ -1,6 +1,6 @@
 """The keys that exist, as dotted names, and the nearest one to a key that does not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import cache
 
@@ -9,6 +9,26 @@ from pearl_rl.settings.root import Settings
 
 FREE_FORM = ("environment", "args")
 """The one table whose keys are not known here: each environment has its own."""
+
+OF_SCENARIOS: Mapping[tuple[str, ...], tuple[str, ...]] = {
+    ("tp",): ("cluster", "gpus_per_worker"),
+    ("policy", "name"): ("planner", "policy"),
+    ("policy", "configuration"): ("planner", "configuration"),
+    ("policy", "model"): ("planner", "model"),
+    ("policy", "ratio_threshold"): ("planner", "ratio_threshold"),
+    ("policy", "mode_threshold"): ("planner", "mode_threshold"),
+    ("policy", "borrowing"): ("cluster", "borrowing"),
+    ("rollout", "batch"): ("rollout", "batch_size"),
+    ("rollout", "group_size"): ("train", "group_size"),
+    ("rollout", "max_staleness"): ("train", "max_staleness_versions"),
+    ("rollout", "readiness"): ("planner", "readiness"),
+    ("run", "duration_s"): ("run", "wall_limit_s"),
+    ("workload", "max_turns"): ("rollout", "max_turns"),
+    ("workload", "max_context_tokens"): ("model", "max_context_tokens"),
+}
+"""What a scenario of `pearl-rl simulate` calls otherwise than a job does: its key → the job's."""
+ONLY_IN_SCENARIOS = frozenset({"name", "about", "gpu", "tp", "parameters", "policy", "workload"})
+"""What stands at the top of a scenario and not of a job."""
 
 
 @cache
@@ -31,8 +51,11 @@ def leaves() -> tuple[tuple[str, ...], ...]:
 def nearest(path: tuple[str, ...]) -> str:
     """The dotted name of the valid key nearest to the unknown `path`.
 
-    A key of the same section wins, unless none there resembles it and another section has one that does.
+    What a scenario calls so wins, then a key of the same section, unless none there resembles it and another section
+    has one that does.
     """
+    if path in OF_SCENARIOS:
+        return ".".join(OF_SCENARIOS[path])
     wanted = path[-1]
 
     def likeness(leaf: tuple[str, ...]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pearl_rl.errors import SettingsError
-from pearl_rl.settings.keys import FREE_FORM, leaves, nearest, sections
+from pearl_rl.settings.keys import FREE_FORM, ONLY_IN_SCENARIOS, leaves, nearest, sections
 from pearl_rl.settings.messages import rule, short
 from pearl_rl.settings.root import Settings, contradictions
 from pearl_rl.settings.toml_lines import key_lines, line_of
@@ -160,7 +160,11 @@ def _entries(path: KeyPath, value: Any, origin: Callable[[KeyPath], str]) -> Ite
     elif path in leaves() or (path[:-1] == FREE_FORM):
         yield path, value, origin(path)
     else:
-        raise SettingsError(f"{origin(path)}: unknown key {short('.'.join(path))}; the nearest is {nearest(path)}")
+        other = (
+            "; it is a setting of `pearl-rl simulate`, and this must be a job" if path[0] in ONLY_IN_SCENARIOS else ""
+        )
+        key = short(".".join(path))
+        raise SettingsError(f"{origin(path)}: unknown key {key}; the nearest is {nearest(path)}{other}")
 
 
 def _validate(layers: _Layers) -> Settings:

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from pearl_planner.search import DecideSettings
 from pearl_rl.errors import SettingsError
 from pearl_rl.settings.job import Section
-from pearl_rl.settings.keys import leaves, sections
+from pearl_rl.settings.keys import OF_SCENARIOS, leaves, sections
 from pearl_rl.settings.load import parse_override
 from pearl_rl.settings.messages import rule, short
 from pearl_rl.settings.names import named_policy
@@ -207,7 +207,9 @@ def scenario_from(document: Mapping[str, Any], where: str = "scenario") -> Scena
     """A scenario from nested tables. Raises `SettingsError`, one line."""
     for path in _paths(document):
         if path not in _KEYS:
-            near = max(_KEYS, key=lambda key: SequenceMatcher(None, ".".join(path), ".".join(key)).ratio())
+            near = _OF_JOBS.get(path) or max(
+                _KEYS, key=lambda key: SequenceMatcher(None, ".".join(path), ".".join(key)).ratio()
+            )
             theirs = path in leaves() or path in sections()
             other = "; it is a setting of `pearl-rl train`, and this must be a scenario" if theirs else ""
             raise SettingsError(f"{where}: unknown key {short('.'.join(path))}; the nearest is {'.'.join(near)}{other}")
@@ -243,7 +245,7 @@ def _document(source: str) -> tuple[dict[str, Any], str]:
 def _paths(document: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, value in document.items():
         path = (*prefix, key)
-        if isinstance(value, Mapping) and path in _SECTIONS:
+        if isinstance(value, Mapping) and (path in _SECTIONS or (value and path not in _KEYS)):
             yield from _paths(value, path)
         else:
             yield path
@@ -261,6 +263,7 @@ def _known(section: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[tup
 
 _SECTIONS = frozenset(path for path, section in _known(Scenario) if section)
 _KEYS = frozenset(path for path, section in _known(Scenario) if not section)
+_OF_JOBS = {job: own for own, job in OF_SCENARIOS.items()}
 _NUMBERS = frozenset(
     (*prefix, name)
     for prefix, section in (((s,), f.annotation) for s, f in Scenario.model_fields.items() if (s,) in _SECTIONS)

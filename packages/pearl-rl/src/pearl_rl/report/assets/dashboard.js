@@ -57,7 +57,8 @@
     tile("reward", last && last.reward !== null ? last.reward.toFixed(3) : "–");
     tile("serving", String(now.serving_gpus));
     tile("queue", `${now.decoding} + ${now.waiting}`);
-    tile("weights", `v${now.weight_version}`);
+    const served = now.serving_versions.filter((version) => version !== now.weight_version);
+    tile("weights", (served.length ? `v${served[0]} → ` : "") + `v${now.weight_version}`);
     tile("reclaims", String(now.reclaims));
     part("batch", [now.step, now.outcome ? 0 : now.batch, now.remaining, now.training, now.outcome], batch);
     part("control", [now.control, now.pinned, now.state], controls);
