@@ -9,7 +9,6 @@ trainer frees when it lends its GPUs, and whether it goes on bit by bit as if it
 import argparse
 import asyncio
 import json
-import random
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,62 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from pearl_executor.runtimes.local.processes import ForkServer
-from pearl_rl.training.batch import TrainBatch
 from pearl_rl.training.build import build_in_child
-from pearl_rl.training.options import LossOptions, OptimizerOptions, TrainerOptions
 from pearl_rl.training.process import PRELOAD, LocalTrainer
-from pearl_rl.training.tiny_model import TinyShape
-from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId, Turn, WeightSpan
-
-VOCABULARY = 41
-SHAPE = TinyShape(
-    vocabulary_size=VOCABULARY,
-    hidden_size=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    intermediate_size=24,
-    stop_token_id=3,
-)
-# A large epsilon: where a gradient is all rounding error, AdamW would otherwise turn its sign into a whole step.
-OPTIONS = TrainerOptions(
-    loss=LossOptions(truncation=2.0, kl_coefficient=0.05, entropy_coefficient=0.01),
-    optimizer=OptimizerOptions(learning_rate=3e-3, epsilon=1e-4, weight_decay=0.01, max_gradient_norm=0.5),
-    minibatches=2,
-    micro_batch_tokens=120,
-    seed=5,
-)
-_GROUPS = 3
-_SIZE = 3
-
-
-def random_batch(seed: int, version: int) -> TrainBatch:
-    """Nine trajectories of one to three turns each, in three groups."""
-    draw = random.Random(seed)
-
-    def turn() -> Turn:
-        response = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 6))]
-        return Turn(
-            prompt=[draw.randrange(VOCABULARY) for _ in range(draw.randint(2, 9))],
-            response=response,
-            logprobs=[-draw.uniform(2.0, 5.0) for _ in response],
-            spans=(WeightSpan(version, len(response)),),
-        )
-
-    def trajectory(number: int) -> Trajectory:
-        return Trajectory(
-            id=TrajectoryId(f"t{number:08d}"),
-            group=GroupId(f"g{number // _SIZE}"),
-            task="task",
-            turns=tuple(turn() for _ in range(draw.randint(1, 3))),
-            reward=draw.random(),
-            dispatch_version=version,
-            started_s=0.0,
-            finished_s=1.0,
-        )
-
-    return TrainBatch.build([trajectory(number) for number in range(_GROUPS * _SIZE)], version)
+from pearl_rl.training.testing import OPTIONS, SHAPE, random_batch
 
 
 def weights(snapshot: Path) -> Mapping[str, torch.Tensor]:

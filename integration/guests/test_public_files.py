@@ -1,17 +1,16 @@
 """The walk over checkouts: every script and YAML file ends as settings or one line, whatever kind of checkout it is."""
 
 import hashlib
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+from guests import public_files as tool
+
 JOB = """\
 rollout: {backend: 'sglang:d4'}
 actor: {backend: 'fsdp:d2'}
@@ -26,17 +25,6 @@ FILES = {
     ".github/workflow.yaml": "a: 1\n",
     "notes.md": "nothing\n",
 }
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("public_files", HERE / "public_files.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def git(folder: Path, *words: str) -> str:
@@ -70,7 +58,7 @@ def record(folder: Path, commit: str, **expected: Any) -> Path:
 
 @pytest.mark.parametrize("kind", ["work tree", "bare", "plain"])
 def test_every_kind_of_checkout_is_walked_and_the_file_on_record_is_found_in_its_history(
-    tool: ModuleType, project: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    project: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = git(project, "rev-list", "--max-parents=0", "HEAD")
     kept = record(
@@ -106,7 +94,6 @@ def test_every_kind_of_checkout_is_walked_and_the_file_on_record_is_found_in_its
     ],
 )
 def test_another_outcome_than_on_record_is_named_and_fails(
-    tool: ModuleType,
     project: Path,
     tmp_path: Path,
     expected: dict[str, Any],
@@ -144,7 +131,7 @@ class Broken:
 
 @pytest.mark.parametrize("how", ["traceback", "two lines", "other code", "not valid", "no reason"])
 def test_a_file_that_gives_neither_settings_nor_one_line_is_shown_and_fails(
-    tool: ModuleType, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tool, "COMMAND", Broken(how))
     (tmp_path / "job.yaml").write_text(JOB)
@@ -157,16 +144,14 @@ def test_a_file_that_gives_neither_settings_nor_one_line_is_shown_and_fails(
 
 
 @pytest.mark.parametrize("word", ["trl=.", "verl", "verl=no/such/folder"])
-def test_what_cannot_be_walked_is_a_mistake_of_the_arguments(
-    tool: ModuleType, word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_walked_is_a_mistake_of_the_arguments(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         tool.main([word])
     assert ended.value.code == 2
     assert word.partition("=")[2] in capsys.readouterr().err
 
 
-def test_the_record_names_at_least_three_files_of_each_framework(tool: ModuleType) -> None:
+def test_the_record_names_at_least_three_files_of_each_framework() -> None:
     entries = json.loads(tool.RECORD.read_text(encoding="utf-8"))
     of = {name: [entry for entry in entries if entry["framework"] == name] for name in tool.NAMES}
     assert all(len(found) >= 3 for found in of.values())

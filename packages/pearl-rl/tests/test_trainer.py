@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import random
 import shutil
 import signal
 from pathlib import Path
@@ -15,28 +14,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pearl_executor.runtimes.local.processes import ForkServer  # noqa: E402
-from pearl_rl.training.batch import TrainBatch  # noqa: E402
 from pearl_rl.training.build import build_in_child  # noqa: E402
 from pearl_rl.training.checkpoint import CheckpointError  # noqa: E402
 from pearl_rl.training.options import LossOptions, OptimizerOptions, RefActor, TrainerOptions  # noqa: E402
 from pearl_rl.training.process import PRELOAD, LocalTrainer, TrainerLimits  # noqa: E402
 from pearl_rl.training.rank_group import TrainerError, TrainerLostError  # noqa: E402
-from pearl_rl.training.tiny_model import TinyShape  # noqa: E402
-from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId, Turn, WeightSpan  # noqa: E402
+from pearl_rl.training.testing import OPTIONS, SHAPE, random_batch  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-SHAPE = TinyShape(
-    vocabulary_size=41, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24, stop_token_id=3
-)
-# A large epsilon: where a gradient is all rounding error, AdamW would otherwise turn its sign into a whole step.
-OPTIONS = TrainerOptions(
-    loss=LossOptions(truncation=2.0, kl_coefficient=0.05, entropy_coefficient=0.01),
-    optimizer=OptimizerOptions(learning_rate=3e-3, epsilon=1e-4, weight_decay=0.01, max_gradient_norm=0.5),
-    minibatches=2,
-    micro_batch_tokens=120,
-    seed=5,
-)
 
 
 @pytest.fixture(scope="module")
@@ -71,32 +56,6 @@ def trainer(loop, forks, model, tmp_path):
     yield make
     for one in made:
         loop.run(one.kill())
-
-
-def batch(seed, version=0, groups=3, size=3):
-    draw = random.Random(seed)
-    return TrainBatch.build([_trajectory(draw, n, n // size, version) for n in range(groups * size)], version)
-
-
-def _trajectory(draw, number, group, version):
-    turns = []
-    for _ in range(draw.randint(1, 3)):
-        response = [draw.randrange(41) for _ in range(draw.randint(1, 6))]
-        logprobs = [-draw.uniform(2.0, 5.0) for _ in response]
-        prompt = [draw.randrange(41) for _ in range(draw.randint(2, 9))]
-        turns.append(
-            Turn(prompt=prompt, response=response, logprobs=logprobs, spans=(WeightSpan(version, len(response)),))
-        )
-    return Trajectory(
-        id=TrajectoryId(f"t{number:08d}"),
-        group=GroupId(f"g{group}"),
-        task="task",
-        turns=tuple(turns),
-        reward=draw.random(),
-        dispatch_version=version,
-        started_s=0.0,
-        finished_s=1.0,
-    )
 
 
 def weights(folder):
@@ -149,8 +108,8 @@ def test_two_ranks_make_the_update_that_plain_torch_makes_and_its_snapshot_loads
     first = loop.run(two.start())
     assert first.version == 0
     assert difference(weights(first.uri), weights(model)) == 0.0
-    result = loop.run(two.update(batch(7)))
-    expected = plain_torch_update(model, batch(7))
+    result = loop.run(two.update(random_batch(7)))
+    expected = plain_torch_update(model, random_batch(7))
     assert difference(weights(result.snapshot_path), expected) < 1e-5
     assert difference(weights(result.snapshot_path), weights(model)) > 1e-3
     loaded = AutoModelForCausalLM.from_pretrained(result.snapshot_path, dtype=torch.float32)
@@ -162,16 +121,16 @@ def test_two_ranks_make_the_update_that_plain_torch_makes_and_its_snapshot_loads
     assert result.snapshot.bytes == (result.snapshot_path / "model.safetensors").stat().st_size
     assert result.version == two.version == 1
     assert result.metrics.optimizer_steps == 2
-    assert result.metrics.response_tokens == batch(7).response_tokens
+    assert result.metrics.response_tokens == random_batch(7).response_tokens
     assert result.metrics.skipped_steps == 0
 
 
 def test_a_checkpoint_continues_as_if_nothing_had_been_with_any_number_of_ranks(loop, trainer, tmp_path):
     whole = trainer("whole")
     loop.run(whole.start())
-    loop.run(whole.update(batch(1)))
+    loop.run(whole.update(random_batch(1)))
     loop.run(whole.save_checkpoint(tmp_path / "checkpoint"))
-    expected = loop.run(whole.update(batch(2)))
+    expected = loop.run(whole.update(random_batch(2)))
     assert sorted(p.suffix for p in (tmp_path / "checkpoint").rglob("*") if p.is_file()) == [
         ".json",
         *[".safetensors"] * 4,
@@ -180,7 +139,7 @@ def test_a_checkpoint_continues_as_if_nothing_had_been_with_any_number_of_ranks(
         resumed = trainer(f"resumed{ranks}", ranks=ranks)
         loop.run(resumed.start())
         loop.run(resumed.load_checkpoint(tmp_path / "checkpoint"))
-        result = loop.run(resumed.update(batch(2)))
+        result = loop.run(resumed.update(random_batch(2)))
         tolerance = 0.0 if ranks == 2 else 1e-5
         assert difference(weights(result.snapshot_path), weights(expected.snapshot_path)) <= tolerance
         assert result.metrics.optimizer_steps == expected.metrics.optimizer_steps == 4
@@ -194,7 +153,7 @@ def test_twenty_steps_of_two_ranks_equal_one_ranks_and_a_checkpoint_of_two_resum
     for step in range(20):
         if step == 10:
             saving = loop.run(two.begin_checkpoint(tmp_path / "tenth"))
-        results = [loop.run(either.update(batch(step, version=step))) for either in (two, one)]
+        results = [loop.run(either.update(random_batch(step, version=step))) for either in (two, one)]
     assert [result.metrics.optimizer_steps for result in results] == [40, 40]
     uninterrupted, alone = (weights(result.snapshot_path) for result in results)
     assert difference(uninterrupted, alone) < 1e-5
@@ -204,7 +163,7 @@ def test_twenty_steps_of_two_ranks_equal_one_ranks_and_a_checkpoint_of_two_resum
     first = loop.run(one.load_checkpoint(tmp_path / "tenth"))
     assert first > 20
     for step in range(10, 20):
-        result = loop.run(one.update(batch(step, version=step)))
+        result = loop.run(one.update(random_batch(step, version=step)))
     assert difference(weights(result.snapshot_path), uninterrupted) < 1e-5
     assert result.metrics.optimizer_steps == 40
 
@@ -233,16 +192,16 @@ def test_lost_ranks_begin_anew_on_the_newest_weights_with_the_moments_of_the_che
     steady, shaken = trainer("steady"), trainer("shaken")
     for one in (steady, shaken):
         loop.run(one.start())
-        loop.run(one.update(batch(1)))
+        loop.run(one.update(random_batch(1)))
     loop.run(shaken.save_checkpoint(tmp_path / "checkpoint"))
     os.kill(shaken.pids[1], signal.SIGKILL)
     with pytest.raises(TrainerLostError, match="rank 1 of 2 is gone"):
-        loop.run(shaken.update(batch(2)))
+        loop.run(shaken.update(random_batch(2)))
     # What was published stays what is newest, whole and loadable.
     assert shaken.version == 1
     before = weights(shaken.newest.uri)
     loop.run(shaken.recover(tmp_path / "checkpoint"))
-    after = [loop.run(one.update(batch(2))) for one in (steady, shaken)]
+    after = [loop.run(one.update(random_batch(2))) for one in (steady, shaken)]
     assert [result.version for result in after] == [2, 2]
     assert after[0].metrics.optimizer_steps == after[1].metrics.optimizer_steps
     assert difference(weights(after[0].snapshot_path), weights(after[1].snapshot_path)) < 1e-5
@@ -278,7 +237,7 @@ def test_versions_never_go_back_over_a_resume(loop, trainer, tmp_path):
     state.write_text(json.dumps({**json.loads(state.read_text()), "version": 55}))
     assert loop.run(one.load_checkpoint(tmp_path / "checkpoint")) == 56
     assert one.newest.version == 56
-    assert loop.run(one.update(batch(3, version=56))).version == 57
+    assert loop.run(one.update(random_batch(3, version=56))).version == 57
     assert loop.run(one.start()).version == 58
 
 
@@ -289,7 +248,7 @@ def test_a_trainer_goes_on_from_the_newest_weights_and_keeps_their_version(loop,
     for step in range(3):
         if step < 2:
             loop.run(steady.save_checkpoint(tmp_path / f"after-{step}"))
-        result = loop.run(steady.update(batch(step, version=step)))
+        result = loop.run(steady.update(random_batch(step, version=step)))
         if step == 1:
             loop.run(steady.save_checkpoint(tmp_path / "after-2"))
             shutil.copytree(result.snapshot_path, store)
@@ -297,11 +256,11 @@ def test_a_trainer_goes_on_from_the_newest_weights_and_keeps_their_version(loop,
     exact, older = trainer("exact"), trainer("older")
     loop.run(exact.go_on(second, tmp_path / "after-2"))
     assert (exact.version, exact.newest.uri) == (2, str(store))
-    same = loop.run(exact.update(batch(2, version=2)))
+    same = loop.run(exact.update(random_batch(2, version=2)))
     assert same.version == 3
     assert difference(weights(same.snapshot_path), weights(result.snapshot_path)) < 1e-5
     loop.run(older.go_on(second, tmp_path / "after-1"))
-    near = loop.run(older.update(batch(2, version=2)))
+    near = loop.run(older.update(random_batch(2, version=2)))
     assert near.version == 3
     assert near.metrics.optimizer_steps < same.metrics.optimizer_steps
     assert difference(weights(near.snapshot_path), weights(result.snapshot_path)) > 1e-5
@@ -332,33 +291,33 @@ def test_release_frees_all_tensors_and_training_goes_on_identically(loop, traine
     steady, toggled = trainer("steady"), trainer("toggled")
     for one in (steady, toggled):
         loop.run(one.start())
-        loop.run(one.update(batch(1)))
+        loop.run(one.update(random_batch(1)))
     released = loop.run(toggled.release())
     # Parameters and reference in float32, two moments each; every rank also holds the small tensors that all have.
     parameters = sum(tensor.numel() for tensor in weights(toggled.newest.uri).values())
     assert released.before_bytes >= 4 * parameters * 4
     assert released.after_bytes < 0.02 * released.before_bytes
-    for refused in (toggled.update(batch(2)), toggled.release(), toggled.save_checkpoint(Path("nowhere"))):
+    for refused in (toggled.update(random_batch(2)), toggled.release(), toggled.save_checkpoint(Path("nowhere"))):
         with pytest.raises(TrainerError, match="the training memory is released; resume it first"):
             loop.run(refused)
     resumed = loop.run(toggled.resume())
     assert (resumed.before_bytes, resumed.after_bytes) == (released.after_bytes, released.before_bytes)
     with pytest.raises(TrainerError, match="not released"):
         loop.run(toggled.resume())
-    after = [loop.run(one.update(batch(2))) for one in (steady, toggled)]
+    after = [loop.run(one.update(random_batch(2))) for one in (steady, toggled)]
     assert after[0].checksum == after[1].checksum
 
 
 def test_a_learning_rate_of_zero_changes_nothing(loop, trainer):
     still = trainer(ranks=1, options=TrainerOptions(optimizer=OptimizerOptions(learning_rate=0.0)))
     first = loop.run(still.start())
-    assert loop.run(still.update(batch(1))).checksum == first.checksum
+    assert loop.run(still.update(random_batch(1))).checksum == first.checksum
 
 
 def test_an_update_lasts_at_least_as_long_as_the_emulated_device_needs(loop, trainer):
     paced = trainer(ranks=1, update_s=1.0)
     loop.run(paced.start())
-    result = loop.run(paced.update(batch(1)))
+    result = loop.run(paced.update(random_batch(1)))
     assert result.duration_s >= 1.0
     assert result.metrics.compute_s < result.duration_s
 
@@ -370,7 +329,7 @@ def test_a_single_rank_gives_its_memory_back_before_its_first_update_too(loop, t
     released = loop.run(one.release())
     assert released.after_bytes < 0.05 * released.before_bytes
     loop.run(one.resume())
-    loop.run(one.update(batch(1)))
+    loop.run(one.update(random_batch(1)))
 
 
 def test_a_rank_that_dies_during_an_update_is_named_at_once_and_takes_the_others_with_it(loop, trainer):
@@ -380,7 +339,7 @@ def test_a_rank_that_dies_during_an_update_is_named_at_once_and_takes_the_others
 
     async def kill_during_update():
         os.kill(pids[1], signal.SIGSTOP)
-        update = asyncio.ensure_future(doomed.update(batch(1)))
+        update = asyncio.ensure_future(doomed.update(random_batch(1)))
         await asyncio.sleep(0.2)
         assert not update.done()
         with pytest.raises(TrainerError, match="the ranks are busy with 'update'"):
@@ -395,7 +354,7 @@ def test_a_rank_that_dies_during_an_update_is_named_at_once_and_takes_the_others
         loop.run(doomed.release())
     again = loop.run(doomed.start())
     assert again.version == 1
-    assert loop.run(doomed.update(batch(1, version=1))).version == 2
+    assert loop.run(doomed.update(random_batch(1, version=1))).version == 2
 
 
 def test_a_rank_that_does_not_answer_ends_the_call_at_its_deadline(loop, trainer):
@@ -404,7 +363,7 @@ def test_a_rank_that_does_not_answer_ends_the_call_at_its_deadline(loop, trainer
     pids = stuck.pids
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(TrainerLostError, match=r"update: no answer to 'update' within 0.5 s \(rank 0, 1 of 2\)"):
-        loop.run(stuck.update(batch(1)))
+        loop.run(stuck.update(random_batch(1)))
     assert not any(_lives(pid) for pid in pids)
 
 
@@ -416,7 +375,7 @@ def test_a_cancelled_call_leaves_no_rank_in_an_unknown_state(loop, trainer):
     async def cancel_during_update():
         os.kill(pids[0], signal.SIGSTOP)
         async with asyncio.timeout(0.2):
-            await one.update(batch(1))
+            await one.update(random_batch(1))
 
     with pytest.raises(TimeoutError):
         loop.run(cancel_during_update())
@@ -443,7 +402,7 @@ def test_stop_ends_all_ranks_and_may_be_repeated(loop, trainer):
     assert not any(_lives(pid) for pid in pids)
     loop.run(one.stop())
     with pytest.raises(TrainerLostError, match="not running: it was stopped"):
-        loop.run(one.update(batch(1)))
+        loop.run(one.update(random_batch(1)))
 
 
 def _lives(pid):
@@ -466,14 +425,14 @@ def test_reference_and_actor_give_the_same_gradients_wherever_the_reference_work
     ranks = trainer("ref-actor", ranks=3, options=options)
     loop.run(ranks.start())
     # After a first update the actor differs from the reference, and the KL term has a gradient.
-    loop.run(ranks.update(batch(1)))
+    loop.run(ranks.update(random_batch(1)))
     loop.run(ranks.save_checkpoint(tmp_path / "first"))
     moved = {}
     for mode in RefActor:
         loop.run(ranks.load_checkpoint(tmp_path / "first"))
         before = weights(ranks.newest.uri)
         ranks.ref_actor = mode
-        update = loop.run(ranks.update(batch(2)))
+        update = loop.run(ranks.update(random_batch(2)))
         assert update.metrics.kl > 1e-4
         moved[mode] = {name: before[name] - after for name, after in weights(update.snapshot_path).items()}
         loop.run(ranks.release())
