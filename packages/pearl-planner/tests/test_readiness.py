@@ -145,6 +145,14 @@ def test_an_evaluation_leaves_the_trainer_what_it_needs_to_be_through_when_rollo
     assert decide_scaling(replace(known, micro_batch_s=90.0), SPLIT, SETTINGS).split == SPLIT
 
 
+def test_an_evaluation_after_another_reckons_with_the_ranks_that_its_times_were_measured_on() -> None:
+    """The same work as two ranks of training and six of rollout see it, which the evaluation before left."""
+    first = replace(BUFFER, evaluating=True, micro_batch_s=2.0, micro_batches=8, evaluation_load=12.0)
+    made = decide_scaling(first, SPLIT, SETTINGS)
+    second = replace(first, micro_batch_s=2.0 * 4 / made.split.actor, tprm_s=BUFFER.tprm_s * 4 / made.split.rollout)
+    assert decide_scaling(second, made.split, SETTINGS, lent=made.lent).split == made.split
+
+
 # ---- what splits waited ---------------------------------------------------------------------------------------------
 
 
@@ -172,6 +180,15 @@ def test_a_rank_goes_back_to_a_split_that_waited_less() -> None:
     up = decide_scaling(BUFFER, SPLIT, SETTINGS, waits=_seen(r5=0.02, r3=0.05, r4=0.2))
     assert (up.split, up.reason) == (RankSplit(rollout=5, actor=3), ScalingReason.GENERATION_DEFICIT)
     assert decide_scaling(BUFFER, SPLIT, SETTINGS, waits=_seen(r3=0.06, r5=0.07, r4=0.1)).split == SPLIT
+
+
+def test_of_several_ranks_that_would_move_at_once_the_split_that_they_lead_to_is_what_waited_more_or_less() -> None:
+    backlog, fast = replace(BUFFER, head_of_line_s=61.0), replace(SETTINGS, max_trainer_growth=2)
+    assert decide_scaling(backlog, SPLIT, fast, waits=_seen(r2=0.3, r3=0.1, r4=0.2)).split == SPLIT
+    assert decide_scaling(backlog, SPLIT, fast, waits=_seen(r2=0.1, r3=0.3, r4=0.2)).split.rollout == 2
+    apart = RankSplit(rollout=4, actor=2, reference=2)
+    assert decide_scaling(BUFFER, apart, SETTINGS, waits=_seen(r4=0.2, r5=0.02, r6=0.3)).split == apart
+    assert decide_scaling(BUFFER, apart, SETTINGS, waits=_seen(r4=0.2, r5=0.3, r6=0.02)).split.rollout == 6
 
 
 def test_a_rank_that_rollout_gives_up_joins_the_mode_that_is_faster() -> None:

@@ -203,14 +203,18 @@ def decide_scaling(
     current, split = split, lent or split
     preempts = buffer.cold_start or buffer.evaluating
     signal = scaling_reason(buffer, settings)
-    reason = signal if waits is None or preempts else _weighed(signal, waits, split.rollout, settings)
+    up = _more_rollout(buffer, split, settings, remembered=signal is ScalingReason.BALANCED)
+    down = _more_training(buffer, split, settings, training)
+    reason = signal
+    if waits is not None and not preempts:
+        reason = _weighed(signal, waits, settings, here=split.rollout, up=up.rollout, down=down.rollout)
     match reason:
         case ScalingReason.COLD_START | ScalingReason.EVALUATION:
-            target = _most_rollout(buffer, split, settings)
+            target = _most_rollout(buffer, split, current, settings)
         case ScalingReason.GENERATION_DEFICIT:
-            target = _more_rollout(buffer, split, settings, remembered=signal is ScalingReason.BALANCED)
+            target = up
         case ScalingReason.CONSUMPTION_DEFICIT:
-            target = _more_training(buffer, split, settings, training)
+            target = down
         case ScalingReason.BALANCED:
             target = split
     shrank = target.rollout < split.rollout and signal is ScalingReason.CONSUMPTION_DEFICIT
@@ -226,32 +230,36 @@ def decide_scaling(
     )
 
 
-def _weighed(signal: ScalingReason, waits: WaitMemory, rollout: int, settings: ReadinessSettings) -> ScalingReason:
-    """What the signal says in the light of what this split and its neighbours waited.
+def _weighed(
+    signal: ScalingReason, waits: WaitMemory, settings: ReadinessSettings, *, here: int, up: int, down: int
+) -> ScalingReason:
+    """What the signal says in the light of what the splits waited: this one, of `here` rollout ranks, and those that a
+    deficit of generation (`up`) and of consumption (`down`) lead to.
 
     A deficit foretells a wait: where there is none to save, or where it would lead to more, nobody moves.
     """
-    here = waits.part(rollout)
     if signal is ScalingReason.BALANCED:
-        up, down = waits.saves(rollout, rollout + 1) or 0.0, waits.saves(rollout, rollout - 1) or 0.0
-        if max(up, down) <= settings.least_saving:
+        more, less = waits.saves(here, up) or 0.0, waits.saves(here, down) or 0.0
+        if max(more, less) <= settings.least_saving:
             return signal
-        return ScalingReason.GENERATION_DEFICIT if up >= down else ScalingReason.CONSUMPTION_DEFICIT
-    towards = waits.saves(rollout, rollout + (1 if signal is ScalingReason.GENERATION_DEFICIT else -1))
-    idle = here is not None and here < settings.least_saving
+        return ScalingReason.GENERATION_DEFICIT if more >= less else ScalingReason.CONSUMPTION_DEFICIT
+    part, towards = waits.part(here), waits.saves(here, up if signal is ScalingReason.GENERATION_DEFICIT else down)
+    idle = part is not None and part < settings.least_saving
     return ScalingReason.BALANCED if idle or (towards is not None and towards < 0.0) else signal
 
 
-def _most_rollout(buffer: BufferReadiness, split: RankSplit, settings: ReadinessSettings) -> RankSplit:
+def _most_rollout(
+    buffer: BufferReadiness, split: RankSplit, current: RankSplit, settings: ReadinessSettings
+) -> RankSplit:
     """As many ranks as rollout can have before the trainer is the slower side; all but the least where that is unknown.
 
-    By RAS and TPRM: what is lacking of a batch and the evaluation's tasks come at an interval that shrinks with
-    rollout's ranks, and a micro-batch takes the longer the fewer ranks train.
+    By RAS and TPRM, which were measured on `current`: what is lacking of a batch and the evaluation's tasks come at an
+    interval that shrinks with rollout's ranks, and a micro-batch takes the longer the fewer ranks train.
     """
     least = settings.min_actor_ranks
     ranks = split.actor + split.reference
-    train_s = buffer.micro_batch_s * ranks * buffer.micro_batches
-    roll_s = buffer.tprm_s * split.rollout * (max(0, buffer.micro_batches - buffer.ras) + buffer.evaluation_load)
+    train_s = buffer.micro_batch_s * (current.actor + current.reference) * buffer.micro_batches
+    roll_s = buffer.tprm_s * current.rollout * (max(0, buffer.micro_batches - buffer.ras) + buffer.evaluation_load)
     if train_s and roll_s:
         while least < ranks and train_s / least > roll_s / (split.total - least):
             least += 1
