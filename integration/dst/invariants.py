@@ -4,8 +4,10 @@ from collections import Counter
 
 from pearl_executor.testing.workers import next_token
 from pearl_planner.elastic import ElasticState
+from pearl_rl.journal.state_codec import check_parts
 from pearl_rl.rollout.counts import BufferCounts
 from pearl_state.effects import Effect, SyncWeights
+from pearl_state.errors import StateError
 from pearl_state.lifecycle import HOLDS_GPU, Lifecycle
 from pearl_state.roles import Role, Zone
 from pearl_state.table import WorkerTable
@@ -77,7 +79,7 @@ def check_following(table: WorkerTable, effects: tuple[Effect, ...], told: dict[
 
 
 def check_state(state: ElasticState) -> None:
-    """Who may train, and that nobody is named by two activities at once."""
+    """Who may train, that nobody is named by two activities at once, and that a resume would take the state."""
     if state.training_running:
         lent = [
             row.id
@@ -89,6 +91,10 @@ def check_state(state: ElasticState) -> None:
     busy.update(id_ for ids in state.removals.values() for id_ in ids)
     twice = [id_ for id_, count in busy.items() if count > 1]
     require(not twice, "one_activity", f"{twice} are named by two preparations or removals")
+    try:
+        check_parts(state)
+    except (StateError, ValueError) as error:
+        raise BrokenInvariantError(f"restorable: no resume takes a snapshot of this state: {error}") from None
 
 
 def check_counts(counts: BufferCounts) -> None:

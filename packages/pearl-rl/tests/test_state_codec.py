@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
-from pearl_planner.elastic import ElasticState, initial_state
+from pearl_planner.elastic import ElasticState, RunningPlan, initial_state
 from pearl_planner.policies import Recalling
 from pearl_planner.step import step
 from pearl_rl import parts
 from pearl_rl.journal.frames import JournalError
 from pearl_rl.journal.state_codec import decode_state, encode_state
 from pearl_rl.settings import load_settings
+from pearl_state.configuration import Configuration
 from pearl_state.decision import SwitchKind
 from pearl_state.events import GpusOffered, LoadForecast
-from pearl_state.worker import GpuId
+from pearl_state.plan import PlanId, Stage, TransitionPlan
+from pearl_state.worker import GpuId, WorkerId
 
 
 def beginning(policy: str) -> ElasticState:
@@ -109,3 +111,17 @@ def test_a_snapshot_whose_parts_do_not_belong_together_is_refused_in_one_line(sp
         decode_state(data, state.settings)
     assert str(refused.value).startswith("the snapshot's state cannot be read: ")
     assert "\n" not in str(refused.value)
+
+
+def test_a_stage_may_name_a_worker_that_failed_and_gave_its_slot_back_and_no_other_without_a_row() -> None:
+    state = beginning("pearl")
+    gone = WorkerId(77)
+    plan = TransitionPlan(
+        id=PlanId(1), target=Configuration.parse("1C"), stages=(Stage(park=frozenset({WorkerId(2), gone})),)
+    )
+    running = RunningPlan(plan=plan, overtaken=True, lost=frozenset({gone}))
+    data = json.loads(json.dumps(encode_state(replace(state, running=running))))
+    assert decode_state(copy.deepcopy(data), state.settings).running == running
+    data["running"]["lost"] = []
+    with pytest.raises(JournalError, match="the plan under way names worker 77, which has no row"):
+        decode_state(data, state.settings)

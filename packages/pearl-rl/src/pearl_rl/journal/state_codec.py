@@ -53,14 +53,17 @@ def decode_state(data: dict[str, Any], settings: ElasticSettings) -> ElasticStat
                 lost=frozenset(WorkerId(int(id_)) for id_ in running["lost"]),
             )
         state = ElasticState(settings=settings, **values)
-        _check(state)
+        check_parts(state)
         return state
     except (ValueError, TypeError, LookupError, StateError) as error:
         raise JournalError(f"the snapshot's state cannot be read: {error}") from None
 
 
-def _check(state: ElasticState) -> None:
-    """Raise `StateError` or `ValueError` where the parts of a state do not belong together: it may be a stranger's."""
+def check_parts(state: ElasticState) -> None:
+    """Raise `StateError` or `ValueError` where the parts of a state do not belong together: it may be a stranger's.
+
+    Whatever `step` leads to passes, since a run may be killed, and must go on, after any event.
+    """
     state.table.check()
     named = {
         "available": state.available,
@@ -70,7 +73,8 @@ def _check(state: ElasticState) -> None:
         **{f"removal {id_}": ids for id_, ids in state.removals.items()},
     }
     if state.running is not None:
-        named["the plan under way"] = state.running.busy
+        # Who failed meanwhile may have given its slot back: the stage goes on without it.
+        named["the plan under way"] = state.running.busy - state.running.lost
     rows = state.table.rows
     if min(state.step, state.batch, state.remaining, state.next_plan) < 0 or not state.group_workers > 0:
         raise ValueError("counts are negative, or groups of nobody")
