@@ -287,6 +287,29 @@ def test_newer_weights_make_whole_prompts_new_again_but_for_what_a_member_comput
     assert predictor.history.new_tokens(one, 1250) == 250.0
 
 
+def test_a_prompt_that_was_taken_from_its_instance_before_it_was_computed_is_as_new_as_it_was() -> None:
+    predictor = WorkloadPredictor()
+    one, other = (member(name, predictor) for name in ("one", "other"))
+    fresh = predictor.history.fresh
+    one = assigned(one, predictor, 1.0, 1000, weights=3)
+    # The instance leaves, and comes back as another process.
+    one = assigned(one, predictor, 2.0, 1000, weights=3)
+    assert fresh[one.trajectory] == 1.0
+    predictor.observe(follow_up(one, P.FAILED, 3.0))
+    other = assigned(other, predictor, 3.0, 1000, weights=3)
+    assert fresh[other.trajectory] == 1.0, "nobody else computes it for this one any more"
+
+
+def test_who_is_done_late_with_older_weights_makes_nothing_new_that_newer_ones_computed() -> None:
+    predictor = WorkloadPredictor()
+    late, first, third = (member(name, predictor) for name in ("late", "first", "third"))
+    late = assigned(late, predictor, 1.0, 1000, weights=3)
+    turned(assigned(first, predictor, 1.0, 1000, weights=4), predictor, 2.0, 1.0)
+    turned(late, predictor, 3.0, 1.0)
+    third = assigned(third, predictor, 4.0, 1000, weights=4)
+    assert predictor.history.fresh[third.trajectory] == 0.0
+
+
 def test_admissions_count_what_must_be_computed_and_not_what_is_cached() -> None:
     """100 tokens a second: of two prompts of 5,000 tokens one is new, the other is all but new."""
     predictor = WorkloadPredictor()

@@ -29,7 +29,7 @@ def turn_class(record: PhaseChange) -> tuple[str, int]:
 
 
 _NEVER: Final = -2
-"""No version of weights."""
+"""Older than any version of weights, and than -1, which stands for one that nobody told."""
 
 
 class _Computed(NamedTuple):
@@ -89,10 +89,12 @@ class History:
     """Its newest prompt that was computed."""
     _first_served: dict[GroupId, int | None] = field(default_factory=dict[GroupId, int | None])
     """Newest version of weights by which the first prompt of a group was computed."""
-    _first_at: dict[GroupId, set[tuple[WorkerId, int | None]]] = field(
-        default_factory=dict[GroupId, set[tuple[WorkerId, int | None]]]
+    _first_at: dict[GroupId, dict[tuple[WorkerId, int | None], TrajectoryId]] = field(
+        default_factory=dict[GroupId, dict[tuple[WorkerId, int | None], TrajectoryId]]
     )
-    """Instances that have the first prompt of a group in hand, each with the version of its weights."""
+    """Instances that were given the first prompt of a group, each with the version of its weights → for whom it
+    computes it.
+    """
     _sampled_s: dict[TrajectoryId, float] = field(default_factory=dict[TrajectoryId, float])
     _admitted: dict[TrajectoryId, PhaseChange] = field(default_factory=dict[TrajectoryId, PhaseChange])
 
@@ -123,8 +125,8 @@ class History:
         if before is not None:
             self._joined_queue(before, change)
         instance = change.instance
-        if before is not None and before.instance is not None and before.phase is not TrajectoryPhase.DECODE:
-            self.speed.cut(before.instance, change.at_s)
+        if before is not None and before.phase in _ON_PREFILL:
+            self._taken(before, change.at_s)
         if instance is not None:
             self.speed.began(instance, change.at_s)
             if change.weights is not None and (self.weights is None or change.weights > self.weights):
@@ -167,20 +169,18 @@ class History:
             known = float(served.tokens)
         else:
             first = min(prompt, self.group_prompt.get(group, prompt))
-            known = first * self._first_known(group, change.instance, weights)
+            known = first * self._first_known(change, change.instance, weights)
         self.fresh[change.trajectory] = 1.0 - min(known, prompt) / prompt
 
-    def _first_known(self, group: GroupId, instance: WorkerId | None, weights: int | None) -> float:
+    def _first_known(self, record: PhaseChange, instance: WorkerId | None, weights: int | None) -> float:
         """Part of its group's first prompt that a request finds computed."""
+        group = record.group
         if group in self._first_served and self._first_served[group] == weights:
             return 1.0
         if instance is None:
             return 1.0 - 1.0 / max(1, self._members.get(group, 1))
-        at = self._first_at.setdefault(group, set())
-        if (instance, weights) in at:
-            return 1.0
-        at.add((instance, weights))
-        return 0.0
+        computes = self._first_at.setdefault(group, {}).setdefault((instance, weights), record.trajectory)
+        return 0.0 if computes == record.trajectory else 1.0
 
     def new_tokens(self, record: PhaseChange, prompt_tokens: float) -> float:
         """What will have to be computed of the next prompt of a trajectory, of about `prompt_tokens`, with the newest
@@ -192,7 +192,7 @@ class History:
         first = self.group_prompt.get(record.group)
         if first is None:
             return prompt_tokens / max(1, self._members.get(record.group, 1))
-        known = self._first_known(record.group, None, self.weights)
+        known = self._first_known(record, None, self.weights)
         return max(0.0, prompt_tokens - known * min(first, prompt_tokens))
 
     def _decode(self, before: PhaseChange | None, change: PhaseChange) -> None:
@@ -204,9 +204,17 @@ class History:
             self.speed.served(before.instance, before.prompt_tokens, change.at_s, fresh)
         weights = self.weights if before is None or before.weights is None else before.weights
         self._served[change.trajectory] = _Computed(change.prompt_tokens, weights)
-        if self._first_served.get(change.group, _NEVER) != weights:
+        if _age(weights) > _age(self._first_served.get(change.group, _NEVER)):
             self._first_served[change.group] = weights
-            self._first_at.pop(change.group, None)
+
+    def _taken(self, before: PhaseChange, at_s: float) -> None:
+        """A request left the instance that it was given to, if any, before its prompt was computed."""
+        if before.instance is None:
+            return
+        self.speed.cut(before.instance, at_s)
+        at = self._first_at.get(before.group, {})
+        for place in [place for place, computes in at.items() if computes == before.trajectory]:
+            del at[place]
 
     def _answered(self, before: PhaseChange | None, change: PhaseChange) -> None:
         if before is None:
@@ -257,13 +265,13 @@ class History:
             self.acceptance.observe(float(change.accepted))
 
     def _failed(self, before: PhaseChange | None, change: PhaseChange) -> None:
-        self._forget(change.trajectory, change.group)
         if before is not None and before.phase is TrajectoryPhase.TOOL:
             self.tool_durations_s.left(tool_class(before))
+        if before is not None and before.phase in _ON_PREFILL:
+            self._taken(before, change.at_s)
+        self._forget(change.trajectory, change.group)
         self._not_returning(change.trajectory)
         self._sampled_s.pop(change.trajectory, None)
-        if before is not None and before.instance is not None and before.phase in _ON_PREFILL:
-            self.speed.cut(before.instance, change.at_s)
 
     def first_tokens(self, record: PhaseChange) -> float:
         """x̂ of a trajectory that has not asked yet: its group's prompt where known, else its task's mean."""
@@ -272,6 +280,10 @@ class History:
             return float(known)
         mean = self.first_prompt.find((record.task,))
         return mean.value if mean is not None else float(record.prompt_tokens)
+
+
+def _age(weights: int | None) -> int:
+    return -1 if weights is None else weights
 
 
 _ON_PREFILL = (TrajectoryPhase.READY, TrajectoryPhase.PREFILL)
