@@ -149,8 +149,10 @@ def test_a_run_goes_on_from_its_checkpoint_now_with_a_reference_on_a_rank_of_its
 
 
 def test_an_interrupted_run_stops_in_order_and_leaves_no_process(tmp_path) -> None:
+    """A job that chooses where its reference works."""
     folder = tmp_path / "run"
-    process = subprocess.Popen(command(folder, 1000), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    line = command(folder, 1000, **{"train.kl_coefficient": 0.01, "train.ref_actor": "auto"})
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").is_file() or not (folder / "metrics.jsonl").stat().st_size:
         assert time.monotonic() < deadline, "no step within two minutes"
@@ -167,3 +169,5 @@ def test_an_interrupted_run_stops_in_order_and_leaves_no_process(tmp_path) -> No
     assert summary["steps"] >= 1
     assert summary["lost_trajectories"] == 0
     assert not alive(str(folder))
+    modes = [update["decision"]["mode"] for update in read_lines(folder / "update_modes.jsonl")]
+    assert modes == ["colocated"] * summary["steps"]

@@ -32,12 +32,24 @@ def test_the_reference_works_where_train_ref_actor_says() -> None:
     assert (together.ref_actor, together.reference_rank) == (RefActor.COLOCATED, False)
     apart = parts.trainer_options(chosen("train.kl_coefficient=0.1", "train.ref_actor=decoupled"))
     assert (apart.ref_actor, apart.reference_rank) == (RefActor.DECOUPLED, True)
+    begins = parts.trainer_options(chosen("train.kl_coefficient=0.1", "train.ref_actor=auto"))
+    assert (begins.ref_actor, begins.reference_rank) == (RefActor.COLOCATED, False)
+
+
+def test_an_update_that_may_form_its_ranks_anew_has_the_time_for_it() -> None:
+    kept, formed = (
+        parts.pipeline_settings(chosen("train.kl_coefficient=0.1", f"train.ref_actor={mode}", "cluster.max_restarts=1"))
+        for mode in ("colocated", "auto")
+    )
+    bounds = chosen().limits.training
+    assert formed.update_s - kept.update_s == 2 * (bounds.start_s + 2 * bounds.checkpoint_s)
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (("train.ref_actor=colocated",), r"train.kl_coefficient=0 keeps none; use train.kl_coefficient=0.01"),
+        (("train.ref_actor=auto",), r'train.ref_actor="auto" says where a reference works, and train.kl_coefficient=0'),
         (
             ("train.ref_actor=decoupled", "train.kl_coefficient=0.1", "cluster.training_gpus=1"),
             r"needs another one for the actor; use cluster.training_gpus=2 or more",

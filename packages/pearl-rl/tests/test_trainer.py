@@ -14,11 +14,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pearl_executor.runtimes.local.processes import ForkServer  # noqa: E402
+from pearl_planner.ref_actor import RefActorMode  # noqa: E402
 from pearl_rl.training.build import build_in_child  # noqa: E402
 from pearl_rl.training.checkpoint import CheckpointError  # noqa: E402
 from pearl_rl.training.options import LossOptions, OptimizerOptions, RefActor, TrainerOptions  # noqa: E402
 from pearl_rl.training.process import PRELOAD, LocalTrainer, TrainerLimits  # noqa: E402
 from pearl_rl.training.rank_group import TrainerError, TrainerLostError  # noqa: E402
+from pearl_rl.training.ref_actor_auto import AutoRefActor  # noqa: E402
 from pearl_rl.training.testing import OPTIONS, SHAPE, random_batch  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -49,8 +51,8 @@ def model(loop, forks, tmp_path_factory):
 def trainer(loop, forks, model, tmp_path):
     made = []
 
-    def make(name="trainer", ranks=2, options=OPTIONS, **rest):
-        made.append(LocalTrainer(forks, model, tmp_path / name, options, ranks=ranks, **rest))
+    def make(name="trainer", ranks=2, options=OPTIONS, kind=LocalTrainer, **rest):
+        made.append(kind(forks, model, tmp_path / name, options, ranks=ranks, **rest))
         return made[-1]
 
     yield make
@@ -413,16 +415,17 @@ def _lives(pid):
     return True
 
 
+# With epsilon as large as the rate, a first step of AdamW moves a weight by its gradient (up to |g| / 1e4 of it).
+AS_GRADIENTS = TrainerOptions(
+    loss=LossOptions(truncation=2.0, kl_coefficient=0.3, entropy_coefficient=0.01),
+    optimizer=OptimizerOptions(learning_rate=1e4, epsilon=1e4, max_gradient_norm=1e6),
+    micro_batch_tokens=60,
+)
+
+
 def test_reference_and_actor_give_the_same_gradients_wherever_the_reference_works(loop, trainer, tmp_path):
     """TideRL section 5.1, two actors and a reference rank: in between, before all under one swap, and streamed."""
-    # With epsilon as large as the rate, a first step of AdamW moves a weight by its gradient (up to |g| / 1e4 of it).
-    options = TrainerOptions(
-        loss=LossOptions(truncation=2.0, kl_coefficient=0.3, entropy_coefficient=0.01),
-        optimizer=OptimizerOptions(learning_rate=1e4, epsilon=1e4, max_gradient_norm=1e6),
-        micro_batch_tokens=60,
-        reference_rank=True,
-    )
-    ranks = trainer("ref-actor", ranks=3, options=options)
+    ranks = trainer("ref-actor", ranks=3, options=dataclasses.replace(AS_GRADIENTS, reference_rank=True))
     loop.run(ranks.start())
     # After a first update the actor differs from the reference, and the KL term has a gradient.
     loop.run(ranks.update(random_batch(1)))
@@ -440,3 +443,46 @@ def test_reference_and_actor_give_the_same_gradients_wherever_the_reference_work
     plain = moved.pop(RefActor.INLINE)
     assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-2
     assert max(difference(plain, gradients) for gradients in moved.values()) < 1e-6
+
+
+class DearSwaps(LocalTrainer):
+    """Ranks that seem to swap for a minute."""
+
+    async def update(self, batch):
+        result = await super().update(batch)
+        dearer = (
+            dataclasses.replace(rank, update_s=rank.update_s + 60.0, asking_s=rank.asking_s + 60.0)
+            for rank in result.times
+        )
+        return dataclasses.replace(result, times=tuple(dearer))
+
+
+def test_auto_forms_ranks_anew_where_swaps_are_dear_and_gradients_stay_the_same(loop, trainer, tmp_path):
+    options = dataclasses.replace(AS_GRADIENTS, ref_actor=RefActor.COLOCATED)
+    ranks = trainer("auto", ranks=2, options=options, kind=DearSwaps)
+    records = []
+    loop.run(ranks.start())
+    loop.run(ranks.update(random_batch(1)))
+    loop.run(ranks.save_checkpoint(tmp_path / "first"))
+
+    def gradients(update):
+        loop.run(ranks.load_checkpoint(tmp_path / "first"))
+        before = weights(ranks.newest.uri)
+        result = loop.run(update(random_batch(2)))
+        assert result.metrics.kl > 1e-4
+        return {name: before[name] - after for name, after in weights(result.snapshot_path).items()}
+
+    ranks.ref_actor = RefActor.INLINE
+    plain = gradients(ranks.update)
+    assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-2
+    ranks.ref_actor = RefActor.COLOCATED
+    auto = AutoRefActor(ranks, records.append)
+    assert max(difference(plain, gradients(auto.update)) for _ in range(4)) < 1e-6
+    together, apart = RefActorMode.COLOCATED, RefActorMode.DECOUPLED
+    modes = [(record.decision.mode, record.decision.changes) for record in records]
+    assert modes == [(together, False), (together, False), (apart, True), (apart, False)]
+    assert records[0].costs is records[1].costs is None
+    assert 29.0 < records[2].costs.swap_s < 31.0
+    assert 0.0 < records[2].decision.decoupled_s < 30.0 < records[2].decision.colocated_s
+    loop.run(ranks.form_anew(reference_rank=False))
+    assert difference(plain, gradients(ranks.update)) < 1e-6

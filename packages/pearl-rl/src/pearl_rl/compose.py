@@ -52,6 +52,7 @@ from pearl_rl.summary import TrainSummary
 from pearl_rl.telemetry import RunTelemetry
 from pearl_rl.training.build import build_in_child
 from pearl_rl.training.process import PRELOAD, LocalTrainer
+from pearl_rl.training.ref_actor_auto import AutoRefActor
 from pearl_rl.training.tiny_model import TinyShape, WarmUp, encode_demonstrations
 from pearl_rl.training_port import RecoveringTrainer
 from pearl_state.effects import Effect
@@ -294,12 +295,16 @@ class _Run:
         if self._recovered is not None:
             state = self._recovered.state
         self._recorder = Recorder(self._folder, self._observer, predicted_makespan_s, loop.time, self._router.loads)
+        auto = None
+        if settings.train.ref_actor == "auto":
+            auto = AutoRefActor(self._trainer, self._recorder.on_update_mode)
         training = RecoveringTrainer(
             self._trainer,
             max_staleness=settings.train.max_staleness_versions,
             restarts=settings.cluster.max_restarts,
             checkpoint=lambda: self._checkpoints.newest,
             on_message=self._observer.on_message,
+            update=None if auto is None else auto.update,
         )
         executor = self._executor = ElasticExecutor(
             runtime, training, self._weights, parts.limits(settings), on_action=self._telemetry.on_action

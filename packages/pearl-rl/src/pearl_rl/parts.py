@@ -335,7 +335,10 @@ def readiness(
 def _longest_update_s(settings: Settings) -> float:
     """An update and the publication of its weights, with every restart of lost ranks on the way, seconds."""
     bounds, restarts = settings.limits.training, settings.cluster.max_restarts
-    return (restarts + 1) * 2 * bounds.update_s + restarts * (bounds.start_s + bounds.checkpoint_s)
+    # `auto` may form the ranks anew each time, with their state written and read.
+    formed = restarts + 1 if settings.train.ref_actor == "auto" else 0
+    again_s = formed * (bounds.start_s + 2 * bounds.checkpoint_s)
+    return (restarts + 1) * 2 * bounds.update_s + restarts * (bounds.start_s + bounds.checkpoint_s) + again_s
 
 
 def trainer_options(settings: Settings) -> TrainerOptions:
@@ -361,7 +364,8 @@ def trainer_options(settings: Settings) -> TrainerOptions:
         minibatches=train.minibatches,
         epochs=train.epochs,
         micro_batch_tokens=train.micro_batch_tokens,
-        ref_actor=RefActor(train.ref_actor),
+        # Nothing is measured at first, and colocated needs no GPU of its own.
+        ref_actor=RefActor.COLOCATED if train.ref_actor == "auto" else RefActor(train.ref_actor),
         reference_rank=train.ref_actor == "decoupled",
         dtype=ComputeDtype(settings.model.dtype),
         device=settings.engine.device,

@@ -22,6 +22,7 @@ from pearl_rl.rollout.serving import WorkerLoad
 from pearl_rl.run_lock import LOCK
 from pearl_rl.settings import ResolvedSettings, to_json, to_toml
 from pearl_rl.summary import TrainSummary
+from pearl_rl.training.ref_actor_auto import UpdateModeRecord
 from pearl_state.decision import Decision
 from pearl_state.events import Event
 from pearl_state.phases import PhaseChange
@@ -34,6 +35,7 @@ CONFIG_JSON = "config.resolved.json"
 SCENARIO_JSON = "scenario.json"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
+UPDATE_MODES = "update_modes.jsonl"
 
 
 class LineFile:
@@ -77,6 +79,7 @@ class RunFolder:
         self._requests = LineFile(path / "requests.jsonl")
         self._loads = LineFile(path / "loads.jsonl")
         self._phases = LineFile(path / "phases.jsonl")
+        self._update_modes: LineFile | None = None
         self._decision_count = sum(1 for line in read_lines(self._decisions.path) if "decision" in line)
 
     @classmethod
@@ -175,6 +178,12 @@ class RunFolder:
         """Keep a change of a trajectory's phase."""
         self._phases.append(change)
 
+    def record_update_mode(self, record: UpdateModeRecord, *, now_s: float) -> None:
+        """Keep how reference and actor shared the GPUs in an update; a run without that choice has no such file."""
+        if self._update_modes is None:
+            self._update_modes = LineFile(self.path / UPDATE_MODES)
+        self._update_modes.append({"now_s": now_s, **encode(record)})
+
     def record_loads(self, loads: Mapping[WorkerId, WorkerLoad], *, now_s: float) -> None:
         """Keep what each worker has to do at this moment."""
         self._loads.append({"now_s": now_s, "loads": loads})
@@ -185,6 +194,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Give the files back. May be called twice."""
+        if self._update_modes is not None:
+            self._update_modes.close()
         for file in (
             self._events,
             self._decisions,

@@ -4,7 +4,7 @@ Weights are published by reference, whole or not at all, and each worker fetches
 in the middle of a publication, keeps no worker waiting: all serve the newest complete version meanwhile.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from pearl_executor.ports import MemoryReport, WeightSnapshot
 from pearl_rl.training.batch import TrainBatch
 from pearl_rl.training.process import LocalTrainer
 from pearl_rl.training.rank_group import TrainerLostError
+from pearl_rl.training.results import UpdateResult
 from pearl_state.trajectory import Trajectory
 
 
@@ -30,6 +31,7 @@ class RecoveringTrainer:
 
     Lost ranks are started anew up to `restarts` times, on the newest weights, with the optimizer's state of the newest
     checkpoint (`checkpoint`; without one it begins afresh). `on_message` is told what was lost and what goes on.
+    `update` makes an update where the trainer's own is not to, on the same ranks.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class RecoveringTrainer:
         restarts: int,
         checkpoint: Callable[[], Path | None],
         on_message: Callable[[str], None],
+        update: Callable[[TrainBatch], Awaitable[UpdateResult]] | None = None,
     ) -> None:
         self._trainer = trainer
+        self._update = update or trainer.update
         self._max_staleness = max_staleness
         self._restarts_left = restarts
         self._checkpoint = checkpoint
@@ -58,7 +62,7 @@ class RecoveringTrainer:
         batch = TrainBatch.build(trajectories, trainer.version, trainer.options.loss.baseline, self._max_staleness)
         while True:
             try:
-                result = await trainer.update(batch)
+                result = await self._update(batch)
                 break
             except TrainerLostError as error:
                 await self._recover(error)

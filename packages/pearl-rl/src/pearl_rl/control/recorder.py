@@ -8,8 +8,11 @@ from pearl_planner.gate import NOBODY_S
 from pearl_planner.reconcile import current_configuration
 from pearl_rl.control.prediction import StepPrediction
 from pearl_rl.control.table_log import TableLog
+from pearl_rl.encoding import encode
 from pearl_rl.observer import Observer
+from pearl_rl.presentation.update_mode import update_mode_line
 from pearl_rl.run_folder import RunFolder
+from pearl_rl.training.ref_actor_auto import UpdateModeRecord
 from pearl_state.configuration import Configuration
 from pearl_state.effects import Effect, GroupKind, PrepareGroup, RecordDecision
 from pearl_state.events import Event, GpusReclaimed, ProfileRefitted, RolloutBegan, RolloutFinished, TrainingResumed
@@ -94,6 +97,11 @@ class Recorder:
             self._observer.on_decision(effect.decision, effect.trigger)
         else:
             self._observer.on_message(gate_line(effect.gate))
+
+    def on_update_mode(self, record: UpdateModeRecord) -> None:
+        """Take in how reference and actor shared the GPUs in an update."""
+        self._folder.record_update_mode(record, now_s=self._now_s())
+        self._observer.on_message(update_mode_line(encode(record)))
 
     def _count(self, event: Event, state: ElasticState) -> None:
         if isinstance(event, GpusReclaimed):

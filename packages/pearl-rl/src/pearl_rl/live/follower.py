@@ -11,6 +11,7 @@ from typing import Any
 
 from pearl_planner.gate import NOBODY_S
 from pearl_rl.control.control_server import read_control
+from pearl_rl.presentation.update_mode import update_mode_words
 from pearl_rl.presentation.words import gain_words, reason_words, seconds
 from pearl_rl.report.run_record import read_configuration, step_tokens
 from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
@@ -74,6 +75,7 @@ class Follower:
             "metrics": self._step_done,
             "table": self._table,
             "loads": self._loads,
+            "update_modes": self._update_mode,
         }
         self._tails = {name: Tail(path / f"{name}.jsonl") for name in self._handlers}
 
@@ -110,6 +112,11 @@ class Follower:
         for known in self.decisions:
             if known["number"] == line["number"]:
                 known["measured"] = {"step": line["step"], "seconds": line["measured_s"]}
+
+    def _update_mode(self, line: Mapping[str, Any]) -> None:
+        # Those that stay are one a step, and would leave no room for other news.
+        if line["decision"]["changes"]:
+            self.news.append((line["now_s"], f"ref-actor {update_mode_words(line)}"))
 
     def _step_done(self, line: Mapping[str, Any]) -> None:
         self.steps.append(dict(line))

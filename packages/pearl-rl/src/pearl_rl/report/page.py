@@ -72,6 +72,7 @@ def body(run: RunRecord) -> str:
             '<div class="readout" aria-live="polite" hidden></div>',
             *(_part(run, chart) for chart in CHARTS if not (run.simulated and chart.key in LEARNING)),
             _decisions(run),
+            _update_modes(run),
             _settings(run),
             _data(run),
         )
@@ -314,6 +315,28 @@ def _consequences(line: Mapping[str, Any]) -> str:
             f"{seconds(measured['predicted_s'])}."
         )
     return f"<p>{escape(' '.join(parts))}</p>"
+
+
+def _update_modes(run: RunRecord) -> str:
+    """Where reference and actor worked in each update; nothing where a setting says it for the whole run."""
+    rows = ""
+    for line in run.update_modes:
+        decision = line["decision"]
+        times = (decision["colocated_s"], decision["decoupled_s"], line["measured_s"], decision["reform_s"])
+        cells = "".join(f"<td>{'–' if value is None else seconds(value)}</td>" for value in times)
+        change = " (formed anew)" if decision["changes"] else ""
+        rows += (
+            f"<tr><td>{line['version']}</td><td>{decision['mode']}{change}</td><td>{decision['ras']}</td>{cells}</tr>"
+        )
+    if not rows:
+        return ""
+    names = ("version", "mode", "ready micro-batches", "colocated", "decoupled", "measured", "forming anew")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return (
+        "<details class=settings><summary>Reference and actor</summary>"
+        "<p>The mode of each update, what either was expected to take, and what the update took.</p>"
+        f"{_table(f'<tr>{head}</tr>', rows)}</details>"
+    )
 
 
 # ---- settings, data, comparison -------------------------------------------------------------------------------------

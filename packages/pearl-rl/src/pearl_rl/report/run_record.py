@@ -12,7 +12,7 @@ from pearl_planner.gate import NOBODY_S
 from pearl_rl.errors import CommandError
 from pearl_rl.report.run_clock import RunClock
 from pearl_rl.report.table_history import Lane, Level, lanes, levels, snapshots
-from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY, joined_decisions, read_lines
+from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY, UPDATE_MODES, joined_decisions, read_lines
 
 PARTS = ("queue", "prefill", "transfer", "decode", "environment")
 """What a turn's time is made of."""
@@ -61,6 +61,8 @@ class RunRecord:
     decisions: Sequence[Mapping[str, Any]]
     """Lines of `decisions.jsonl` that are about mode and ratio, each with `measured`."""
     gates: Sequence[Gate]
+    update_modes: Sequence[Mapping[str, Any]]
+    """How reference and actor shared the training GPUs, by update, where that was chosen; see `UpdateModeRecord`."""
     levels: Sequence[Level]
     lanes: Sequence[Lane]
     events: Counter[str] = field(default_factory=Counter[str])
@@ -164,6 +166,7 @@ def _read(path: Path) -> RunRecord:
         steps=steps,
         decisions=[line for line in all_decisions if line["gate"] is None],
         gates=[_gate(line) for line in all_decisions if line["gate"] is not None],
+        update_modes=list(clock.lines(path / UPDATE_MODES)),
         levels=levels(history),
         lanes=lanes(history, end_s),
         events=events,

@@ -21,7 +21,7 @@ from pearl_rl.report.trace import (
     side_by_side,
     span,
 )
-from pearl_rl.run_folder import joined_decisions
+from pearl_rl.run_folder import UPDATE_MODES, joined_decisions
 
 CONTROL, TRAJECTORIES, WORKERS = 1, 2, 100
 """Process numbers: the control plane, trajectories, and worker 0."""
@@ -101,6 +101,8 @@ def _moments(clock: RunClock, run: Path) -> Iterator[TraceEvent]:
     yield from name_thread(CONTROL, _DECISIONS, "decisions")
     for line in joined_decisions(clock.lines(run / "decisions.jsonl")):
         yield instant(CONTROL, _DECISIONS, _decision_name(line), line["now_s"], _decision_args(line))
+    for line in clock.lines(run / UPDATE_MODES):
+        yield instant(CONTROL, _DECISIONS, f"update {line['decision']['mode']}", line["now_s"], dict(line["decision"]))
 
 
 def _decision_name(line: Mapping[str, Any]) -> str:

@@ -84,9 +84,10 @@ class TrainSettings(Section):
     kl_coefficient: float = Field(
         ge=0, description="weight of the KL penalty to the initial policy; 0 keeps no reference"
     )
-    ref_actor: Literal["inline", "colocated", "decoupled"] = Field(
+    ref_actor: Literal["inline", "colocated", "decoupled", "auto"] = Field(
         description="where the reference of the KL penalty works: between an actor's forward and backward with both "
-        "models on the GPU, before all of them under one swap of the models, or on the last training GPU alone"
+        "models on the GPU, before all of them under one swap of the models, or on the last training GPU alone; auto: "
+        "colocated or decoupled, whichever measured costs foretell to be faster"
     )
     entropy_coefficient: float = Field(ge=0, description="weight of the entropy bonus")
     max_staleness_versions: int = Field(

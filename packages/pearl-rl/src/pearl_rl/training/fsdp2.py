@@ -37,6 +37,7 @@ from pearl_rl.training.ref_actor import (
     reference_score,
 )
 from pearl_rl.training.shards import MicroTensors
+from pearl_rl.training.stopwatch import Stopwatch, timed_score
 
 _SUMS = ("tokens", "entropy_sum", "kl_sum", "drift_sum", "importance_sum", "limited")
 
@@ -129,15 +130,21 @@ class FsdpTrainer:
             "skipped_steps": float(skipped),
         }
 
-    def references(self, mode: RefActor) -> ReferenceSource:
-        """Where this rank's reference log-probabilities come from in `mode`; nowhere without a KL term."""
+    def references(self, mode: RefActor, watch: Stopwatch | None = None) -> ReferenceSource:
+        """Where this rank's reference log-probabilities come from in `mode`; nowhere without a KL term.
+
+        `watch` times this rank's own scoring.
+        """
         reference = self._reference
         if reference is None:
             return NoReference()
         if mode is RefActor.DECOUPLED:
-            # The rank after the actors' is the reference's.
+            # The rank after the actors' is the reference's; this rank's own copy gives its place to the actor.
+            self._swap.to_actor()
             return StreamedReference(self._mesh.size())
         score = reference_score(reference, self.options.loss.temperature)
+        if watch is not None:
+            score = timed_score(score, watch)
         if mode is RefActor.INLINE:
             self._swap.restore()
             return InlineReference(score)

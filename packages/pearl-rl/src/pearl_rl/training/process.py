@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from pearl_executor.runtimes.local.frames import Frame
 from pearl_executor.runtimes.local.processes import ProcessServer
 from pearl_rl.training.batch import TrainBatch, plan_update
 from pearl_rl.training.checkpoint import CheckpointError, TrainerState, forget_marks, written
-from pearl_rl.training.options import TrainerOptions
+from pearl_rl.training.options import RefActor, TrainerOptions
 from pearl_rl.training.rank_group import (
     CheckpointLateError,
     RankGroup,
@@ -21,7 +21,7 @@ from pearl_rl.training.rank_group import (
     TrainerLostError,
     prepare_folder,
 )
-from pearl_rl.training.results import UpdateResult, combine_sums
+from pearl_rl.training.results import RankTimes, UpdateResult, combine_sums
 from pearl_rl.training.shards import encode_shard, join_shards
 
 PRELOAD: Final = ("pearl_rl.training.rank",)
@@ -76,6 +76,10 @@ class LocalTrainer:
         self.options = options
         self.ref_actor = options.ref_actor
         """Where the reference works in the next update; may change between updates, within what the ranks hold."""
+        self.timed = False
+        """Whether updates say what each rank took."""
+        self.forming_s = 0.0
+        """What it took to start all ranks, the last time."""
         self._model_path = model_path.absolute()
         self._folder = folder.absolute()
         self._update_s = update_s
@@ -89,6 +93,11 @@ class LocalTrainer:
         self._attempts = itertools.count(1)
         self._partial: Path | None = None
         """Where the newest checkpoint was written before it was complete."""
+
+    @property
+    def ranks(self) -> int:
+        """All ranks, the reference's included."""
+        return self._group.ranks
 
     @property
     def version(self) -> int:
@@ -125,6 +134,8 @@ class LocalTrainer:
 
     async def _begin(self, weights: Path | None) -> None:
         """Start all ranks on the model, with `weights` of its own kind in place of its own."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         await self._group.kill()
         limits = self._limits
         arguments = {
@@ -145,6 +156,22 @@ class LocalTrainer:
             "store": met[0].head["store"],
         }
         await self._group.call_all("start", head, limits.start_s)
+        self.forming_s = loop.time() - began_s
+
+    async def form_anew(self, *, reference_rank: bool) -> None:
+        """Start all ranks anew, decoupled (one holds the reference alone) or colocated; state and version stay.
+
+        Where ranks are lost on the way, `recover` goes on with what they were to become.
+        """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        folder = self._folder / "formed-anew"
+        await self.save_checkpoint(folder)
+        self.ref_actor = RefActor.DECOUPLED if reference_rank else RefActor.COLOCATED
+        self.options = replace(self.options, ref_actor=self.ref_actor, reference_rank=reference_rank)
+        await self.go_on(self.newest, folder)
+        await _discard(folder)
+        self.forming_s = loop.time() - began_s
 
     async def update(self, batch: TrainBatch) -> UpdateResult:
         """Train on `batch` and write the new weights under the next version."""
@@ -168,12 +195,14 @@ class LocalTrainer:
                 batch, [answer.head["sums"] for answer in answers[:actors]], options.epochs, compute_s
             ),
             duration_s=loop.time() - began_s,
+            times=tuple(RankTimes(**answer.head["times"]) for answer in answers) if self.timed else (),
         )
 
     def _messages(self, shards: list[tuple[dict[str, Any], bytes]]) -> list[tuple[dict[str, Any], bytes]]:
         """Each actor's shard, and all of them for the reference's rank where there is one."""
         messages = [*shards, join_shards(shards)] if self.options.reference_rank else shards
-        return [({**head, "ref_actor": str(self.ref_actor)}, body) for head, body in messages]
+        told = {"ref_actor": str(self.ref_actor), **({"timed": True} if self.timed else {})}
+        return [({**head, **told}, body) for head, body in messages]
 
     async def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, generators and counters to the folder `path`, whole or not at all.

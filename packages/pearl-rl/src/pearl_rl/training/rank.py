@@ -20,8 +20,9 @@ from pearl_executor.runtimes.local.frames import Frame, FrameSocket, tcp_address
 from pearl_rl.training.fsdp2 import FsdpTrainer, TrainingStateError, join_ranks, reference_rank
 from pearl_rl.training.meeting import LOOPBACK, interface_of, open_store, reach_store
 from pearl_rl.training.options import RefActor, TrainerOptions
-from pearl_rl.training.ref_actor import ReferenceRank
+from pearl_rl.training.ref_actor import ReferenceRank, TimedReference
 from pearl_rl.training.shards import decode_shard, split_shards
+from pearl_rl.training.stopwatch import Stopwatch
 from pearl_rl.training.tiny_model import Example, TinyShape, WarmUp, build_tiny_model
 
 Answer = dict[str, Any]
@@ -82,10 +83,26 @@ class Rank:
         if self._reference is not None:
             shares = [decode_shard(head, body, device) for head, body in split_shards(frame.head, frame.body)]
             decoupled = frame.head["ref_actor"] == RefActor.DECOUPLED
-            return {"scored": self._reference.serve(shares, self._options.epochs) if decoupled else 0}
+            scoring = Stopwatch(device) if "timed" in frame.head else None
+            scored = self._reference.serve(shares, self._options.epochs, scoring) if decoupled else 0
+            times = {} if scoring is None else {"times": {"scoring_s": scoring.seconds}}
+            return {"scored": scored, **times}
         trainer = self._held()
+        if "timed" in frame.head:
+            return self._timed_update(trainer, frame)
         references = trainer.references(RefActor(frame.head["ref_actor"]))
         return {"sums": trainer.update(decode_shard(frame.head, frame.body, device), references)}
+
+    def _timed_update(self, trainer: FsdpTrainer, frame: Frame) -> Answer:
+        """An update, and how long it took, with its scoring and all that the actor waited for of the reference."""
+        device = self._options.device
+        update, scoring, asking = Stopwatch(device), Stopwatch(device), Stopwatch(device)
+        shard = decode_shard(frame.head, frame.body, device)
+        with update:
+            references = trainer.references(RefActor(frame.head["ref_actor"]), scoring)
+            sums = trainer.update(shard, TimedReference(references, asking))
+        times = {"update_s": update.seconds, "scoring_s": scoring.seconds, "asking_s": asking.seconds}
+        return {"sums": sums, "times": times}
 
     def _write_weights(self, frame: Frame) -> Answer:
         if self._reference is not None:

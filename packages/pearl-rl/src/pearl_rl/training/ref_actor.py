@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pearl_executor.ports import MemoryReport
 from pearl_rl.training.device_memory import ParkedTensors, device_bytes
 from pearl_rl.training.shards import MicroTensors
+from pearl_rl.training.stopwatch import Stopwatch, timed_score
 
 Score = Callable[[Tensor], Tensor]
 """Tokens [B, T] → the reference's log-probabilities [B, T−1], float32, without gradient."""
@@ -192,12 +193,18 @@ class ReferenceRank:
         """Parameters of the model."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
-    def serve(self, shares: Sequence[Sequence[Sequence[MicroTensors]]], epochs: int) -> int:
-        """Score what the actors ask for: `shares[actor][optimizer step]` are micro-batches. Returns how many."""
+    def serve(
+        self, shares: Sequence[Sequence[Sequence[MicroTensors]]], epochs: int, watch: Stopwatch | None = None
+    ) -> int:
+        """Score what the actors ask for: `shares[actor][optimizer step]` are micro-batches. Returns how many.
+
+        `watch` times the scoring alone.
+        """
+        score = self._score if watch is None else timed_score(self._score, watch)
         scored = 0
         for _ in range(epochs):
             for step in range(max((len(steps) for steps in shares), default=0)):
-                scored += serve_reference(self._score, [steps[step] for steps in shares if step < len(steps)])
+                scored += serve_reference(score, [steps[step] for steps in shares if step < len(steps)])
         return scored
 
     def release(self) -> MemoryReport:
@@ -215,6 +222,24 @@ class ReferenceRank:
             self._parked.restore()
             self._parked = None
         return MemoryReport(before, device_bytes(device))
+
+
+class TimedReference:
+    """Another source, and what the actor's rank spends in it: it scores, swaps or waits."""
+
+    def __init__(self, source: ReferenceSource, watch: Stopwatch) -> None:
+        self._source = source
+        self._watch = watch
+
+    def open(self, micros: Sequence[MicroTensors]) -> None:
+        """See `ReferenceSource`."""
+        with self._watch:
+            self._source.open(micros)
+
+    def logprobs(self, number: int) -> Tensor | None:
+        """See `ReferenceSource`."""
+        with self._watch:
+            return self._source.logprobs(number)
 
 
 def reference_score(model: nn.Module, temperature: float) -> Score:

@@ -42,6 +42,18 @@ class UpdateMetrics:
     """What the update itself took, seconds; the rest of its duration is the emulated device's."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one rank did in an update, seconds."""
+
+    update_s: float = 0.0
+    """All of it, from the first forward to the last optimizer step; 0 of a rank that holds the reference alone."""
+    scoring_s: float = 0.0
+    """Forward of the reference."""
+    asking_s: float = 0.0
+    """Part of `update_s` in which the actor had to wait for the reference: its scoring, swaps, or another rank."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """One update: new weights under a higher version."""
@@ -53,6 +65,8 @@ class UpdateResult:
     checksum: str
     metrics: UpdateMetrics
     duration_s: float
+    times: tuple[RankTimes, ...] = ()
+    """By rank, where the trainer measures them."""
 
     @property
     def snapshot(self) -> WeightSnapshot:
