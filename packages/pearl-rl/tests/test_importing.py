@@ -176,6 +176,13 @@ def test_the_file_it_writes_is_a_valid_configuration_that_says_where_each_value_
 
 
 @pytest.mark.parametrize("framework", CASES)
+def test_no_call_is_given_up_while_workers_start_or_load(framework: str, tmp_path: Path) -> None:
+    found = read_configuration(framework, given_file(tmp_path, framework), None).settings
+    slowest_s = max(found[f"limits.executor.{name}"] for name in ("start_s", "load_s", "sync_s"))
+    assert found["limits.rollout.no_worker_s"] > slowest_s
+
+
+@pytest.mark.parametrize("framework", CASES)
 def test_every_key_is_either_used_or_named_once(framework: str, tmp_path: Path) -> None:
     path = given_file(tmp_path, framework)
     done = CliRunner().invoke(app, ["import", framework, str(path), "--json"])

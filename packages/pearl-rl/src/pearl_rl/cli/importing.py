@@ -33,6 +33,7 @@ _GPU_JOB: Final[Mapping[str, tuple[Scalar, str]]] = {
     "limits.executor.start_s": (600.0, "a large model"),
     "limits.executor.load_s": (300.0, "a large model"),
     "limits.executor.sync_s": (300.0, "a large model"),
+    "limits.rollout.no_worker_s": (1_800.0, "calls wait while workers start or load"),
     "limits.rollout.batch_s": (14_400.0, "long trajectories"),
     "limits.rollout.environment_s": (1_800.0, "slow tools"),
     "limits.training.start_s": (1_800.0, "a large model"),
