@@ -1,6 +1,7 @@
 """Commands and their options. Each command imports what it needs when it runs, so that `--help` answers at once."""
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -17,6 +18,12 @@ from pearl_rl.errors import CommandError, ExitCode
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Any complaint of the option parser; typer does not name the class."""
+
+
+_OF_A_PATH = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.ELOOP, errno.EROFS}
+)
+"""Errors of a path that a person gave, wherever it is looked at first."""
 
 
 class OneLineErrors(TyperGroup):
@@ -36,17 +43,30 @@ class OneLineErrors(TyperGroup):
             print(f"pearl-rl: {_complaint(error)} (see {_command(error)} --help)", file=sys.stderr)
             code = ExitCode.CONFIG
         except typer.Abort:
+            print("pearl-rl: stopped by Ctrl-C", file=sys.stderr)
             code = ExitCode.PARTIAL
         except OSError as error:
-            if not _output_is_broken():
+            if error.errno in _OF_A_PATH and error.filename is not None:
+                print(f"pearl-rl: {_path(error)}: cannot be used ({error.strerror})", file=sys.stderr)
+                code = ExitCode.CONFIG
+            elif _output_is_broken():
+                _drop_output()
+                print(f"pearl-rl: standard output cannot be written ({error.strerror})", file=sys.stderr)
+                code = ExitCode.PARTIAL
+            else:
                 raise
-            _drop_output()
-            print(f"pearl-rl: standard output cannot be written ({error.strerror})", file=sys.stderr)
-            code = ExitCode.PARTIAL
         code = code if isinstance(code, int) else ExitCode.OK
         if standalone:
             sys.exit(int(code))
         return int(code)
+
+
+def _path(error: OSError) -> str:
+    """The path that an error is about, on one line and not longer than it takes to know it."""
+    from pearl_rl.settings.messages import short
+
+    text = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
+    return short(text)
 
 
 def _output_is_broken() -> bool:

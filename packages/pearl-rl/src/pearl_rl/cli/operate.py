@@ -218,14 +218,10 @@ def _ids(ids: Sequence[int]) -> str:
 
 def _view(folder: Path) -> Mapping[str, Any]:
     from pearl_rl.live.follower import Follower
-    from pearl_rl.report.run_record import unreadable
 
     follower = Follower(folder)
-    try:
-        follower.refresh()
-        return follower.view()
-    except (ValueError, KeyError, TypeError) as error:
-        raise unreadable(folder, error) from None
+    follower.refresh()
+    return follower.view()
 
 
 def send(folder: Path, order: Mapping[str, Any]) -> Mapping[str, Any]:

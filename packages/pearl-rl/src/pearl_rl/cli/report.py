@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.report.whole_file import whole_file
 
 if TYPE_CHECKING:
     from pearl_rl.report.run_record import RunRecord
@@ -55,12 +56,8 @@ def write_text(path: Path, text: str) -> None:
     """Write the whole file or none of it. Raises `CommandError` where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.part")
-        try:
-            scratch.write_text(text, encoding="utf-8")
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with whole_file(path) as part:
+            part.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from None
 
@@ -90,8 +87,8 @@ def write_trace(run_dir: Path, out: Path, detail: str, *, as_json: bool) -> Exit
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         count = write_timeline(run_dir, out, Detail(detail))
-    except OSError as error:
-        raise CommandError(f"{out}: cannot be written ({error.strerror}); choose another file") from None
+    except (OSError, ValueError) as error:
+        raise _unwritable(out, error) from None
     if as_json:
         print(json.dumps({"trace": str(out), "events": count}))
     else:

@@ -1,6 +1,5 @@
 """Follows a run's folder as it grows: what the cluster looks like now, what is under way, and what was decided."""
 
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from pearl_planner.gate import NOBODY_S
 from pearl_rl.control.control_server import read_control
 from pearl_rl.presentation.update_mode import update_mode_words
 from pearl_rl.presentation.words import gain_words, reason_words, seconds
+from pearl_rl.report.lines import finite, of_run, parsed, step_of, unreadable
 from pearl_rl.report.run_record import read_configuration, step_tokens
 from pearl_rl.report.table_history import Snapshot, applied, configuration_text, gpu_words
 from pearl_rl.run_folder import SCENARIO_JSON, SUMMARY
@@ -32,23 +32,29 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = 0
+        self._offset = self._lines = 0
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """What was added since the last call; a line that is being written comes with a later one."""
+        """What was added since the last call; a line that is being written comes with a later one.
+
+        Raises `CommandError` where the file cannot be read, or a line of it is damaged.
+        """
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     # A torn line was cut off, or another run began in this folder.
-                    self._offset = 0
+                    self._offset = self._lines = 0
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise unreadable(self.path, error) from None
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for line in whole.splitlines():
-            yield json.loads(line)
+        for line in whole.split(b"\n")[:-1]:
+            self._lines += 1
+            yield parsed(self.path, self._lines, line)
 
 
 class Follower:
@@ -80,13 +86,14 @@ class Follower:
         self._tails = {name: Tail(path / f"{name}.jsonl") for name in self._handlers}
 
     def refresh(self) -> bool:
-        """Read what is new. Returns whether there was anything."""
+        """Read what is new. Returns whether there was anything. Raises `CommandError` where a file is damaged."""
         changed = False
-        for name, tail in self._tails.items():
-            handle = self._handlers[name]
-            for line in tail.read():
-                handle(line)
-                changed = True
+        with of_run(self.path):
+            for name, tail in self._tails.items():
+                handle = self._handlers[name]
+                for line in tail.read():
+                    handle(line)
+                    changed = True
         return changed
 
     # ---- what was read ----------------------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ class Follower:
             self.news.append((line["now_s"], f"ref-actor {update_mode_words(line)}"))
 
     def _step_done(self, line: Mapping[str, Any]) -> None:
-        self.steps.append(dict(line))
+        self.steps.append(step_of(line))
 
     def _table(self, line: Mapping[str, Any]) -> None:
         self.rows, self.about = applied(self.rows, line), line
@@ -168,7 +175,14 @@ class Follower:
         return Snapshot(self.now_s, self.rows, self.about)
 
     def view(self, most_workers: int | None = None) -> dict[str, Any]:
-        """All there is to see, as one object; of large clusters only the first `most_workers` workers."""
+        """All there is to see, as one object; of large clusters only the first `most_workers` workers.
+
+        Raises `CommandError` where a file of the run lacks what it should have.
+        """
+        with of_run(self.path):
+            return self._view(most_workers)
+
+    def _view(self, most_workers: int | None) -> dict[str, Any]:
         control, state = read_control(self.path), self.state()
         last = self.steps[-1] if self.steps else None
         return {
@@ -237,7 +251,7 @@ class Follower:
         return {
             "step": step["step"],
             # Nothing is learned in a simulation.
-            "reward": None if self.simulated else step["reward_mean"],
+            "reward": None if self.simulated else finite(step["reward_mean"]),
             "tokens_per_s": step_tokens(step) / duration_s if duration_s > 0 else 0.0,
             "rollout_s": step["rollout_s"],
             "predicted_s": step["predicted_rollout_s"],

@@ -70,14 +70,20 @@ class Dashboard:
                     headers={"Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'", "X-Frame-Options": "DENY"},
                 )
             case "GET", "/state":
-                follower = Follower(self._run)
-                follower.refresh()
-                return as_json(follower.view())
+                return self._state()
             case "GET", "/events":
                 return EventStream(self._views())
             case "POST", "/commands":
                 return await self._command(request)
         raise RefusedError(HTTPStatus.NOT_FOUND, "there is GET /, /state, /events, and POST /commands")
+
+    def _state(self) -> Response:
+        try:
+            follower = Follower(self._run)
+            follower.refresh()
+            return as_json(follower.view())
+        except CommandError as error:
+            raise RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error)) from None
 
     def _check_token(self, request: Request) -> None:
         if self._token is None:
@@ -99,13 +105,18 @@ class Dashboard:
             raise RefusedError(HTTPStatus.CONFLICT, str(error)) from None
 
     async def _views(self) -> AsyncIterator[str]:
-        """The view whenever it changed, and now and then where it did not."""
+        """The view whenever it changed, and now and then where it did not; or why there is none."""
         loop = asyncio.get_running_loop()
-        follower = Follower(self._run)
+        follower: Follower | None = None
         sent_s, before = -_AT_LEAST_EVERY_S, ""
         while True:
-            follower.refresh()
-            text = json.dumps(follower.view(_MOST_WORKERS))
+            try:
+                follower = follower or Follower(self._run)
+                follower.refresh()
+                text = json.dumps(follower.view(_MOST_WORKERS), allow_nan=False)
+            except CommandError as error:
+                # It is read anew: somebody may mend the file.
+                follower, text = None, json.dumps({"error": str(error)})
             if text != before or loop.time() - sent_s >= _AT_LEAST_EVERY_S:
                 sent_s, before = loop.time(), text
                 yield text

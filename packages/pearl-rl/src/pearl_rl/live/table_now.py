@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pearl_rl.errors import CommandError
+from pearl_rl.report.lines import of_run, read_lines
 from pearl_rl.report.run_record import check_run_folder
 from pearl_rl.report.table_history import snapshots
-from pearl_rl.run_folder import read_lines
 from pearl_state.lifecycle import Lifecycle
 from pearl_state.roles import Role, Tenure, Zone
 from pearl_state.table import WorkerTable
@@ -16,8 +16,13 @@ from pearl_state.worker import GpuId, Worker, WorkerId
 
 
 def table_now(folder: Path) -> WorkerTable:
-    """The newest table in `table.jsonl`. Raises `CommandError` where there is none."""
+    """The newest table in `table.jsonl`. Raises `CommandError` where there is none, or a damaged one."""
     check_run_folder(folder)
+    with of_run(folder):
+        return _newest(folder)
+
+
+def _newest(folder: Path) -> WorkerTable:
     history = deque(snapshots(read_lines(folder / "table.jsonl")), maxlen=1)
     if not history:
         raise CommandError(f"{folder}: has no table yet; the run has not begun")

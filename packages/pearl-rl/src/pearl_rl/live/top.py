@@ -65,7 +65,7 @@ def facts(view: Mapping[str, Any]) -> RenderableType:
         foreseen = "" if last["predicted_s"] is None else f", predicted {seconds(last['predicted_s'])}"
         grid.add_row("makespan", f"{seconds(last['rollout_s'])}{foreseen}")
         if last["reward"] is not None:
-            rewards = sparkline([step["reward"] for step in history], _SPARK)
+            rewards = sparkline([step["reward"] for step in history if step["reward"] is not None], _SPARK)
             grid.add_row("reward", f"{last['reward']:.3f} {rewards}")
     pinned = f", pinned to {view['pinned']}" if view["pinned"] else ""
     if view["workers"]:

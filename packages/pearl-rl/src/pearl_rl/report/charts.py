@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
 from pearl_rl.presentation.words import seconds
+from pearl_rl.report.lines import finite
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens, step_window
 from pearl_rl.report.svg import Plot, number
 from pearl_rl.report.table_history import Lane, Level, Span, role_letter
@@ -204,9 +206,12 @@ def reward(run: RunRecord, width: int) -> Plot | None:
     """Mean reward of each step with a moving mean of ten; a simulation learns nothing."""
     if not run.steps or run.simulated:
         return None
-    every = [step["reward_mean"] for step in run.steps]
-    ten = {step["step"]: fmean(every[max(0, i - 9) : i + 1]) for i, step in enumerate(run.steps)}
-    points = [(step["step"], step["reward_mean"]) for step in means(run.steps, _bars(width))]
+    told = [step for step in run.steps if isfinite(step["reward_mean"])]
+    every = [step["reward_mean"] for step in told]
+    ten = {step["step"]: fmean(every[max(0, i - 9) : i + 1]) for i, step in enumerate(told)}
+    points = [(step["step"], step["reward_mean"]) for step in means(told, _bars(width))]
+    if not points:
+        return None
     values = [value for _, value in points]
     smooth = [(n, ten[n]) for n, _ in points]
     low, high = min(values), max(values)
@@ -224,9 +229,9 @@ def updates(run: RunRecord, width: int) -> Plot | None:
     if not run.steps or run.simulated:
         return None
     steps = means(run.steps, _bars(width))
-    norms = [step["gradient_norm"] for step in steps]
-    clipped = [100 * step["clipped_fraction"] for step in steps]
-    top = max(norms) * 1.1 or 1.0
+    norms = [(step["step"], step["gradient_norm"]) for step in steps if isfinite(step["gradient_norm"])]
+    clipped = [100 * (finite(step["clipped_fraction"]) or 0.0) for step in steps]
+    top = max((norm for _, norm in norms), default=0.0) * 1.1 or 1.0
     most = max(clipped) * 1.1 or 1.0
     plot = Plot(width, 180, _steps_axis(run), (0.0, top), "gradient norm and clipped tokens of each update", top=24)
     plot.right = 40
@@ -239,7 +244,7 @@ def updates(run: RunRecord, width: int) -> Plot | None:
         tip = f"step {n}: {number(part)} % of the tokens clipped, gradient norm {number(step['gradient_norm'])}, "
         tip += f"loss {number(step['loss'])}, KL {number(step['kl'])}"
         plot.bar(n - half, n + half, 0.0, part * top / most, "muted", tip)
-    plot.line([(step["step"], norm) for step, norm in zip(steps, norms, strict=True)], "ink", dots=True)
+    plot.line(norms, "ink", dots=True)
     return plot
 
 

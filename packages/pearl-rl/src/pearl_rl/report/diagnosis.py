@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isfinite
 from statistics import fmean
 
 from pearl_rl.presentation.words import seconds
@@ -61,6 +62,18 @@ def _integrity(run: RunRecord) -> Iterator[Finding]:
             Level.GOOD,
             f"GPUs were taken away {_times(reclaims)}; no trajectory was lost and none was served by stale weights."
             + resumed,
+        )
+
+
+def _divergence(run: RunRecord) -> Iterator[Finding]:
+    """An update that came to no number ruins the weights of all later ones."""
+    lost = [step for step in run.steps if not all(isfinite(step[key]) for key in ("loss", "gradient_norm"))]
+    if lost and not run.simulated:
+        yield Finding(
+            Level.BAD,
+            f"Loss or gradient norm is no finite number {_times(len(lost))}, first at step {lost[0]['step']}: training "
+            "has diverged. A lower train.learning_rate or train.max_gradient_norm may hold it; go on from weights "
+            "before that.",
         )
 
 
@@ -203,6 +216,7 @@ _RULES: Sequence[Callable[[RunRecord], Iterator[Finding]]] = (
     _ended,
     _integrity,
     _failures,
+    _divergence,
     _learning,
     _prediction,
     _shares,

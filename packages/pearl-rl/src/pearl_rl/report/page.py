@@ -10,6 +10,7 @@ from typing import Any
 from pearl_rl.presentation.words import gain_words, reason_words, seconds
 from pearl_rl.report.charts import CHARTS, COLOURS, LEARNING, Chart, makespans, staleness_histogram
 from pearl_rl.report.diagnosis import diagnose, reward_ends
+from pearl_rl.report.lines import finite
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens
 from pearl_rl.report.svg import number
 from pearl_rl.report.thinning import sums
@@ -373,7 +374,8 @@ def _data(run: RunRecord) -> str:
             "tokens_per_s": step_tokens(step) / step["duration_s"] if step["duration_s"] > 0 else 0.0,
             "rollout_s": step["rollout_s"],
             "predicted_s": step["predicted_rollout_s"],
-            "reward": step["reward_mean"],
+            # Nothing is learned in a simulation.
+            "reward": None if run.simulated else finite(step["reward_mean"]),
             "configuration": step["configuration"],
             "borrowed": step["borrowed"],
             "age": step["staleness_mean"],
@@ -405,7 +407,7 @@ def _comparison(runs: Sequence[RunRecord]) -> str:
             wape,
             str(run.events["GpusReclaimed"]),
             str(counts.get("borrows", "")),
-            str(counts.get("mode_switches", 0) + counts.get("ratio_switches", 0)),
+            str(counts["mode_switches"] + counts["ratio_switches"]) if "mode_switches" in counts else "",
         )
         rows += f"<tr><td>{escape(run.name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
     names = ("run", "tokens/s", "of first", "steps", "prediction off", "reclaims", "borrows", "switches")

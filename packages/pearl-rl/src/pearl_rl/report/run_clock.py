@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pearl_rl.run_folder import read_lines
+from pearl_rl.report.lines import read_lines
 
 _BACK_S = 0.5
 """Lines of one process may be this much out of order."""

@@ -1,6 +1,5 @@
 """A run as it lies in its folder, read for people: steps, decisions, the table over time, latencies."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +9,10 @@ from typing import Any
 
 from pearl_planner.gate import NOBODY_S
 from pearl_rl.errors import CommandError
+from pearl_rl.report.lines import of_run, read_lines, read_object, step_of
 from pearl_rl.report.run_clock import RunClock
 from pearl_rl.report.table_history import Lane, Level, lanes, levels, snapshots
-from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY, UPDATE_MODES, joined_decisions, read_lines
+from pearl_rl.run_folder import CONFIG_JSON, SCENARIO_JSON, SUMMARY, UPDATE_MODES, joined_decisions
 
 PARTS = ("queue", "prefill", "transfer", "decode", "environment")
 """What a turn's time is made of."""
@@ -121,35 +121,26 @@ def read_configuration(path: Path) -> Mapping[str, Any]:
     """A run's settings, or a simulation's scenario. Raises `CommandError` where `path` holds none, or a broken file."""
     check_run_folder(path)
     simulated = (path / SCENARIO_JSON).is_file()
-    try:
-        document = json.loads((path / (SCENARIO_JSON if simulated else CONFIG_JSON)).read_text(encoding="utf-8"))
+    document = read_object(path / (SCENARIO_JSON if simulated else CONFIG_JSON))
+    with of_run(path):
         found: Mapping[str, Any] = document if simulated else document["settings"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise unreadable(path, error) from None
     return found
 
 
 def read_run(path: Path) -> RunRecord:
     """Read a run's folder, also of a run that goes on. Raises `CommandError` where it holds none, or a broken file."""
     check_run_folder(path)
-    try:
+    with of_run(path):
         return _read(path)
-    except (ValueError, KeyError, TypeError) as error:
-        raise unreadable(path, error) from None
-
-
-def unreadable(path: Path, error: Exception) -> CommandError:
-    """What to say of a folder in which a file is not what a run writes."""
-    return CommandError(f"{path}: cannot be read as a run ({error!r}); is a file of it damaged?")
 
 
 def _read(path: Path) -> RunRecord:
     simulated = (path / SCENARIO_JSON).is_file()
-    document = json.loads((path / (SCENARIO_JSON if simulated else CONFIG_JSON)).read_text(encoding="utf-8"))
+    document = read_object(path / (SCENARIO_JSON if simulated else CONFIG_JSON))
     config, origins = (document, {}) if simulated else (document["settings"], document["origins"])
     summary_file = path / SUMMARY
     clock = RunClock.of(path)
-    steps = list(clock.lines(path / "metrics.jsonl"))
+    steps = [step_of(line) for line in clock.lines(path / "metrics.jsonl")]
     events, failures, times = _events(clock.lines(path / "events.jsonl"))
     history = list(snapshots(clock.lines(path / "table.jsonl")))
     begin_s = min(times, default=0.0)
@@ -162,7 +153,7 @@ def _read(path: Path) -> RunRecord:
         simulated=simulated,
         config=config,
         origins=origins,
-        summary=json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else None,
+        summary=read_object(summary_file) if summary_file.is_file() else None,
         steps=steps,
         decisions=[line for line in all_decisions if line["gate"] is None],
         gates=[_gate(line) for line in all_decisions if line["gate"] is not None],

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, isfinite, isnan, log10
 
 Point = tuple[float, float]
 
@@ -16,7 +16,7 @@ _TIME_UNITS = ((1.0, "s", 240.0), (60.0, "min", 3 * 3600.0), (3600.0, "h", float
 def number(value: float) -> str:
     """A number for people: at most three significant digits, thousands separated."""
     if not isfinite(value):
-        return "∞"
+        return "no number" if isnan(value) else "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
     if abs(value) >= 100:

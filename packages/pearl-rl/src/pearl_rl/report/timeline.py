@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pearl_rl.report.lines import of_run
 from pearl_rl.report.run_clock import RunClock
 from pearl_rl.report.run_record import check_run_folder
 from pearl_rl.report.table_history import Snapshot, lanes, levels, snapshots
@@ -21,6 +22,7 @@ from pearl_rl.report.trace import (
     side_by_side,
     span,
 )
+from pearl_rl.report.whole_file import whole_file
 from pearl_rl.run_folder import UPDATE_MODES, joined_decisions
 
 CONTROL, TRAJECTORIES, WORKERS = 1, 2, 100
@@ -54,12 +56,12 @@ class _Stretch:
 def write_timeline(run: Path, out: Path, detail: Detail = Detail.ALL) -> int:
     """Write the trace of a run's folder to `out`, compressed where its name ends with `.gz`; returns how many events.
 
-    Raises `CommandError` where `run` holds no run, `OSError` where `out` cannot be written.
+    Raises `CommandError` where `run` holds no run, `OSError` where `out` cannot be written; nothing is written then.
     """
     check_run_folder(run)
     opened = gzip.open if out.suffix == ".gz" else open
     count = 0
-    with opened(out, "wt", encoding="utf-8") as file:
+    with whole_file(out) as part, opened(part, "wt", encoding="utf-8") as file, of_run(run):
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for event in timeline(run, detail):
             file.write((",\n" if count else "") + json.dumps(event, separators=(",", ":"), allow_nan=False))

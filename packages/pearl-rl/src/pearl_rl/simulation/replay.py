@@ -20,10 +20,11 @@ from pearl_planner.elastic import Borrowing, ElasticState, initial_state
 from pearl_rl import parts
 from pearl_rl.encoding import decode_event
 from pearl_rl.errors import CommandError, ExitCode, SettingsError
+from pearl_rl.report.lines import of_run, read_lines, read_object, step_of
 from pearl_rl.report.table_history import lanes, snapshots
 from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.rollout.pipeline_settings import PipelineSettings
-from pearl_rl.run_folder import CONFIG_JSON, RunFolder, read_lines
+from pearl_rl.run_folder import CONFIG_JSON, RunFolder
 from pearl_rl.run_of_train import require_run
 from pearl_rl.settings import Settings, load_settings
 from pearl_rl.simulation.cluster import SimulatedCluster
@@ -150,15 +151,21 @@ class Recorded:
 def read_recorded(path: Path, overrides: Sequence[str] = (), slowdown: float = 1.0) -> Recorded:
     """The run in folder `path`, with `key=value` overrides of its settings.
 
-    Raises `SettingsError` for a bad override, `CommandError` for a folder that holds no run of `pearl-rl train`.
+    Raises `SettingsError` for a bad override, `CommandError` for a folder that holds no run of `pearl-rl train`, or a
+    damaged one.
     """
     config = require_run(path)
-    steps = list(read_lines(path / "metrics.jsonl"))
+    with of_run(path):
+        return _read_recorded(path, config, overrides, slowdown)
+
+
+def _read_recorded(path: Path, config: Path, overrides: Sequence[str], slowdown: float) -> Recorded:
+    steps = [step_of(line) for line in read_lines(path / "metrics.jsonl")]
     if not steps:
         raise CommandError(f"{path}: no step of this run is complete, so that nothing can be replayed")
     # Where a run was resumed from has no part in its replay, and may be gone.
     settings = load_settings(config, [*overrides, 'run.resume_from=""']).settings
-    before = json.loads((path / CONFIG_JSON).read_text(encoding="utf-8"))["settings"]
+    before = read_object(path / CONFIG_JSON)["settings"]
     changed = frozenset(_differences(before, settings.model_dump(mode="json"))) - {"run.resume_from"}
     events = [decode_event(line) for line in read_lines(path / "events.jsonl") if line["event"] in _READ]
     fits = [event.platform for event in events if isinstance(event, ProfileRefitted) and event.calibrated]
@@ -373,6 +380,11 @@ def _cut(event: AvailabilityEvent, kept: frozenset[GpuId]) -> AvailabilityEvent 
 
 def _scripts(recorded: Recorded) -> dict[int, Script]:
     """The run's trajectories. What a call took beside its engine counts as time of the environment after it."""
+    with of_run(recorded.path):
+        return _read_scripts(recorded)
+
+
+def _read_scripts(recorded: Recorded) -> dict[int, Script]:
     lines = sorted(read_lines(recorded.path / "trajectories.jsonl"), key=lambda line: str(line["id"]))
     if not lines:
         raise CommandError(f"{recorded.path}: has no trajectories to replay")

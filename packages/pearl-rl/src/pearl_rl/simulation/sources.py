@@ -3,13 +3,14 @@
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pearl_rl.errors import SettingsError
-from pearl_rl.run_folder import read_lines
+from pearl_rl.report.lines import of_run, read_lines
 from pearl_rl.simulation.parameters import Parameters
 from pearl_rl.simulation.scenario import Scenario
 from pearl_rl.simulation.turn_model import BUNDLED, TurnModel, bundled_turn_model, turn_model_from_json
@@ -69,15 +70,18 @@ def _recorded(path: Path, options: WorkloadOptions) -> Iterator[Script]:
 
 def run_scripts(folder: Path, options: WorkloadOptions) -> Iterator[Script]:
     """The trajectories of a recorded run, in the order in which they were dispatched."""
-    lines = sorted(read_lines(folder / "trajectories.jsonl"), key=lambda line: str(line["id"]))
+    with of_run(folder):
+        lines = sorted(read_lines(folder / "trajectories.jsonl"), key=lambda line: str(line["id"]))
     if not lines:
         raise SettingsError(f"workload.replay = {folder}: has no trajectories.jsonl with trajectories")
     for line in lines:
-        turns = [
-            (_count(turn["prompt"]), _count(turn["response"]), float(turn["environment_s"]) * options.tool_scale)
-            for turn in line["turns"]
-        ]
-        yield fitted(turns, options, root=f"group {line['group']}", reward=float(line["reward"]))
+        with of_run(folder):
+            turns = [
+                (_count(turn["prompt"]), _count(turn["response"]), float(turn["environment_s"]) * options.tool_scale)
+                for turn in line["turns"]
+            ]
+            root, reward = f"group {line['group']}", float(line["reward"])
+        yield fitted(turns, options, root=root, reward=reward)
 
 
 def _count(tokens: Any) -> int:
@@ -90,8 +94,9 @@ def session_scripts(path: Path, options: WorkloadOptions) -> Iterator[Script]:
     try:
         with opened(path, "rt", encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise SettingsError(f"workload.replay = {path}: cannot be read ({error.strerror})") from None
+    except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise SettingsError(f"workload.replay = {path}: cannot be read ({reason})") from None
     try:
         for session in _sessions(rows):
             yield fitted(list(session_turns(session, options.tool_scale)), options)

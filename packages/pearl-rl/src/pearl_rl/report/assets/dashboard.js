@@ -5,10 +5,11 @@
   const nextTheme = () => {
     const now = themes[(themes.indexOf(root.dataset.theme || "") + 1) % themes.length];
     if (now) root.dataset.theme = now; else delete root.dataset.theme;
+    dash.querySelector(".theme").textContent = now || "theme";
   };
   dash.querySelector(".theme").addEventListener("click", nextTheme);
   document.addEventListener("keydown", (event) => {
-    if (event.target.matches("input") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.closest("input") || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "t") nextTheme();
   });
 
@@ -44,11 +45,15 @@
     if (drawn[name] !== text) { drawn[name] = text; draw(data); }
   };
 
+  const say = (words, kind) => {
+    const state = dash.querySelector(".state");
+    state.textContent = words; state.dataset.state = kind;
+  };
   function show(now) {
+    if (now.error) { say(now.error, "died"); return; }
     view = now;
     const words = { starting: "starting", running: "running", silent: "nothing written for a while: killed?" };
-    const state = dash.querySelector(".state");
-    state.textContent = now.outcome || words[now.state]; state.dataset.state = now.state;
+    say(now.outcome || words[now.state], now.state);
     dash.querySelector('[data-key="clock"]').textContent = `at ${duration(now.now_s)} of the run's clock`;
     const last = now.last_step;
     tile("step", now.steps < 1e6 ? `${now.completed}/${now.steps}` : `${now.completed}`);
@@ -232,8 +237,7 @@
 
   const stream = new EventSource(`/events${query}`);
   stream.onmessage = (event) => show(JSON.parse(event.data));
-  stream.onerror = () => {
-    const state = dash.querySelector(".state");
-    state.textContent = "the dashboard is not reachable; trying again"; state.dataset.state = "silent";
-  };
+  stream.onerror = () => say(stream.readyState === EventSource.CLOSED
+    ? "the dashboard refuses this page; open the address that the command printed"
+    : "the dashboard is not reachable; trying again", "silent");
 })();

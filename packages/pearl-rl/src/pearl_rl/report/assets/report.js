@@ -51,7 +51,7 @@
       const items = [
         ["tokens/s", step.tokens_per_s.toFixed(0)], ["rollout", duration(step.rollout_s)],
         ["predicted", duration(step.predicted_s)], ["configuration", step.configuration || "changing"],
-        ["borrowed", step.borrowed ? "yes" : "no"], ["reward", step.reward.toFixed(3)],
+        ["borrowed", step.borrowed ? "yes" : "no"], ...step.reward === null ? [] : [["reward", step.reward.toFixed(3)]],
         ["age", step.age.toFixed(2)], ["until", duration(step.end_s)]];
       readout.replaceChildren(Object.assign(document.createElement("b"), { textContent: `step ${step.step}` }));
       for (const [name, value] of items) {
@@ -115,13 +115,14 @@
   }
 
   const go = (by) => {
-    const items = [...document.querySelectorAll(".decision:not([hidden]) > summary")];
+    // Not those of a run that is folded.
+    const items = [...document.querySelectorAll(".decision:not([hidden]) > summary")].filter((item) => item.offsetParent);
     const now = items.indexOf(document.activeElement);
     const next = items[now < 0 ? (by > 0 ? 0 : items.length - 1) : Math.max(0, Math.min(items.length - 1, now + by))];
     if (next) next.focus();
   };
   document.addEventListener("keydown", (event) => {
-    if (event.target.matches("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.closest("input, textarea, select") || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.key === "t") nextTheme();
     if (event.key === "j") go(1);
     if (event.key === "k") go(-1);
