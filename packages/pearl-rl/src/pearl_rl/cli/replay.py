@@ -10,6 +10,7 @@ from pearl_executor.virtual_time import SimulationDeadlockError, run_virtual
 from pearl_rl.cli.compared import Row, print_rows, row_of
 from pearl_rl.cli.recordings import Recordings
 from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.prediction_error import overlapping_batches, prediction_error
 from pearl_rl.run_folder import RunFolder
 
 _CALIBRATIONS, _CLOSE_ENOUGH, _MOST_SLOWDOWN = 4, 0.03, 20.0
@@ -91,8 +92,9 @@ def recorded_row(recorded: "Recorded") -> Row:
     steps = recorded.steps
     durations = [step["duration_s"] for step in steps]
     tokens = sum(step["generated_tokens"] + step["trained_tokens"] for step in steps)
-    pairs = [(s["rollout_s"], s["predicted_rollout_s"]) for s in steps if s["predicted_rollout_s"] is not None]
-    off = sum(abs(actual - foreseen) for actual, foreseen in pairs) / sum(a for a, _ in pairs) if pairs else None
+    settings = recorded.settings
+    bound = settings.train.max_staleness_versions
+    overlap = overlapping_batches(settings.rollout.injection, settings.planner.policy, bound)
     return Row(
         name="recorded",
         throughput=tokens / sum(durations) if sum(durations) else 0.0,
@@ -101,7 +103,7 @@ def recorded_row(recorded: "Recorded") -> Row:
         step_s=fmean(durations),
         rollout_s=fmean([step["rollout_s"] for step in steps]),
         training_s=fmean([step["training_s"] for step in steps]),
-        wape=off,
+        wape=prediction_error([(step["rollout_s"], step["predicted_rollout_s"]) for step in steps], overlap),
         gpu_s=None,
         borrows=None,
         expansions=None,

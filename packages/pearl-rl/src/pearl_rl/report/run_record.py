@@ -9,6 +9,7 @@ from typing import Any
 
 from pearl_planner.gate import NOBODY_S
 from pearl_rl.errors import CommandError
+from pearl_rl.prediction_error import overlapping_batches, prediction_error
 from pearl_rl.report.lines import of_run, read_lines, read_object, step_of
 from pearl_rl.report.run_clock import RunClock
 from pearl_rl.report.table_history import Lane, Level, lanes, levels, snapshots
@@ -65,6 +66,8 @@ class RunRecord:
     """How reference and actor shared the training GPUs, by update, where that was chosen; see `UpdateModeRecord`."""
     levels: Sequence[Level]
     lanes: Sequence[Lane]
+    overlap: int = 1
+    """Batches that were under way at a time."""
     events: Counter[str] = field(default_factory=Counter[str])
     """How often each event happened."""
     failures: Sequence[tuple[float, str]] = ()
@@ -89,9 +92,7 @@ class RunRecord:
     @property
     def wape(self) -> float | None:
         """WAPE of predicted against measured makespans; None where nothing was predicted."""
-        pairs = [(s["rollout_s"], s["predicted_rollout_s"]) for s in self.steps if s["predicted_rollout_s"] is not None]
-        total = sum(actual for actual, _ in pairs)
-        return sum(abs(actual - predicted) for actual, predicted in pairs) / total if total else None
+        return prediction_error([(s["rollout_s"], s["predicted_rollout_s"]) for s in self.steps], self.overlap)
 
     @property
     def throughput(self) -> float:
@@ -160,6 +161,7 @@ def _read(path: Path) -> RunRecord:
         update_modes=list(clock.lines(path / UPDATE_MODES)),
         levels=levels(history),
         lanes=lanes(history, end_s),
+        overlap=_overlap(config, simulated=simulated),
         events=events,
         failures=failures,
         latency=latency,
@@ -169,6 +171,13 @@ def _read(path: Path) -> RunRecord:
         begin_s=begin_s,
         end_s=end_s,
     )
+
+
+def _overlap(config: Mapping[str, Any], *, simulated: bool) -> int:
+    injection = config["rollout"]["injection"]
+    if simulated:
+        return overlapping_batches(injection, config["policy"]["name"], config["rollout"]["max_staleness"])
+    return overlapping_batches(injection, config["planner"]["policy"], config["train"]["max_staleness_versions"])
 
 
 def _name(config: Mapping[str, Any], path: Path, *, simulated: bool) -> str:

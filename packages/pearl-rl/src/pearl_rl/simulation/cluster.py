@@ -26,6 +26,7 @@ from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
 from pearl_rl.errors import ExitCode, SettingsError
 from pearl_rl.observer import Observer, Observers
+from pearl_rl.prediction_error import overlapping_batches
 from pearl_rl.rollout.buffer import RefillsExhaustedError
 from pearl_rl.rollout.continuous import pipeline_class
 from pearl_rl.rollout.pipeline_settings import PipelineSettings, RolloutTimeoutError
@@ -322,6 +323,9 @@ class SimulatedCluster:
             training_busy_s=trainer.busy_s,
             reconfiguration_s={name: tuple(values) for name, values in watch.took.items()},
             origin=parameters.origin,
+            overlap=overlapping_batches(
+                scenario.rollout.injection, scenario.policy.name, scenario.rollout.max_staleness
+            ),
             forecasts=windows_of(forecasts),
         )
 

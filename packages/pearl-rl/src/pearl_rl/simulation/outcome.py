@@ -7,6 +7,7 @@ from typing import Any
 
 from pearl_rl.control.forecasting import ForecastWindow, admission_wape, prefill_wape
 from pearl_rl.observer import StepRecord
+from pearl_rl.prediction_error import prediction_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,8 @@ class SimulationResult:
     reconfiguration_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """`preparation`, `finalization`, `activation`, `deactivation` → how long each took, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)
+    overlap: int = 1
+    """Batches that were under way at a time."""
     forecasts: tuple[ForecastWindow, ...] = ()
     """Under a policy that answers forecasts: each window's forecast beside what it had."""
 
@@ -138,9 +141,7 @@ class SimulationResult:
     @property
     def prediction_error(self) -> float | None:
         """WAPE of predicted against simulated makespan; None where nothing was predicted."""
-        pairs = [(s.rollout_s, s.predicted_rollout_s) for s in self.steps if s.predicted_rollout_s is not None]
-        total = sum(actual for actual, _ in pairs)
-        return sum(abs(actual - predicted) for actual, predicted in pairs) / total if total else None
+        return prediction_error([(s.rollout_s, s.predicted_rollout_s) for s in self.steps], self.overlap)
 
     def to_json(self, *, full: bool = True) -> dict[str, Any]:
         """A JSON-able form; without `full` only what fits a line."""
