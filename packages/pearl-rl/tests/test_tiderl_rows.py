@@ -1,15 +1,19 @@
 """TideRL's rows: what they compare, without running them at length."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from pearl_planner.ref_actor import TrainerShape, colocated_pipeline_s
 from pearl_rl.simulation.experiments import tiderl
-from pearl_rl.simulation.experiments.bench import Bench
+from pearl_rl.simulation.experiments.bench import Bench, Job
 from pearl_rl.simulation.experiments.registry import OTHER_PAPERS, paper_rows
-from pearl_rl.simulation.tiderl_platform import OSWORLD, WEBSHOP, TidePlatform
-from pearl_rl.simulation.tiderl_steps import LoopOutcome, run_loop
+from pearl_rl.simulation.tiderl_platform import OSWORLD, QWEN3_VL_4B, WEBSHOP, TidePlatform
+from pearl_rl.simulation.tiderl_rollout import RequestBatching, SimulatedTask, TaskRollout, VisualWindow
+from pearl_rl.simulation.tiderl_steps import LoopOutcome, LoopSettings, run_loop
+from pearl_rl.simulation.workload import Script, ScriptedTurn
+from pearl_state.trajectory import GroupId, TrajectoryId
 
 
 def test_the_target_is_known_by_its_name() -> None:
@@ -27,7 +31,86 @@ def test_workloads_have_the_rounds_and_tokens_of_the_papers_table() -> None:
     assert max(len(script.turns) for script in scripts) <= 20
     assert max(script.total_tokens for script in scripts) <= 8192
     assert {script.root for script in scripts[:8]} == {scripts[0].root}
-    assert max(len(script.turns) for script in OSWORLD.scripts(64, 8)) <= 50
+
+
+def test_osworld_has_the_rounds_and_tokens_of_the_papers_table_with_its_window_of_screenshots() -> None:
+    """Table 4: 35 rounds and sequences of 12,000 tokens at the beginning, with 5 to 9 screenshots (appendix C.2)."""
+    scripts = OSWORLD.scripts(160, 8)
+    assert max(len(script.turns) for script in scripts) <= 50
+    assert 34 < sum(len(script.turns) for script in scripts) / len(scripts) < 36
+    ended: list[SimulatedTask] = []
+    rollout = TaskRollout(
+        TidePlatform.of(OSWORLD.model).worker, RequestBatching(concurrency=64), workers=3, window=OSWORLD.window
+    )
+    rollout.add(
+        [
+            SimulatedTask(TrajectoryId(f"t{n:08d}"), GroupId("g"), script, lambda task, _now_s: ended.append(task))
+            for n, script in enumerate(scripts)
+        ]
+    )
+    rollout.run()
+    # The window is pruned before the tenth turn, and each fifth one after it.
+    sequences = sum(1 + max(0, (len(task.script.turns) - 5) // 5) for task in ended)
+    assert 11_500 < sum(task.tokens for task in ended) / sequences < 12_500
+    assert max(task.context for task in ended) < 9 * 880 + 1500 + 50 * 300
+
+
+def test_a_pruned_context_keeps_its_text_and_the_newest_screenshots_and_is_computed_anew_behind_the_first_prompt() -> (
+    None
+):
+    """Turns of 10 + 1000 + 5 tokens, at most 3 screenshots, 2 after pruning.
+
+    3045 tokens after the third; two screenshots less 1045, and two turns later 3075 and 1075, and the last makes 2090.
+    Found are 1015, 2030, 10 of the first prompt's text, 2060, and 10 again, less the last token of each, which has no
+    KV yet.
+    """
+    turn = ScriptedTurn(prompt_tokens=1010, response_tokens=5, tool_s=0.1, retained_tokens=5)
+    task = SimulatedTask(TrajectoryId("t"), GroupId("g"), Script(turns=(turn,) * 6), lambda _task, _now_s: None)
+    window = VisualWindow(image_tokens=1000, most=4, kept=2)
+    rollout = TaskRollout(TidePlatform.of(OSWORLD.model).worker, RequestBatching(concurrency=1), 1, window)
+    rollout.add([task])
+    rollout.run()
+    assert (task.split, task.context, task.tokens) == (3045 + 3075, 2090, 8210)
+    (worker,) = rollout.workers.values()
+    assert worker.engine.meter.cached_tokens == 1014 + 2029 + 10 + 2059 + 10
+
+
+class Speeds(Bench):
+    """Loops are as fast as they are said to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[LoopSettings] = []
+
+    def prepare(self, jobs: Sequence[Job[object]]) -> None:
+        self.asked += [job.settings for job in jobs if isinstance(job, tiderl.LoopJob)]
+
+    def result(self, job: Job[object]) -> LoopOutcome:  # type: ignore[override]
+        assert isinstance(job, tiderl.LoopJob)
+        settings = job.settings
+        speed = {1: 1.0, 2: 3.0, 4: 2.0}[settings.rollout] + settings.pipelining + settings.scaling
+        return LoopOutcome(
+            elapsed_s=1.0,
+            rollout_wait_s=0.0,
+            trainer_wait_s=0.0,
+            consumed_tokens=round(1000 * speed),
+            discarded=0,
+            staleness=0.0,
+            rollout_ranks=2.0,
+            decoupled_steps=0,
+        )
+
+
+def test_the_parts_begin_at_the_ratio_at_which_the_baseline_is_fastest() -> None:
+    """Section 6.1; and each is asked of the same loop, with the ranks that the model's memory needs."""
+    bench = Speeds()
+    order, ratio = tiderl._parts(bench, 10)
+    # A part that adds nothing comes before the one that it was added to.
+    assert order.ours == "streaming < +RA2P < +CTB < +ERS"
+    assert not order.ok
+    assert ratio.ours == pytest.approx(5 / 3)
+    assert {(settings.gpus, settings.rollout, settings.least_actors) for settings in bench.asked} == {(8, 2, 2)}
+    assert bench.asked[0].final_turns == pytest.approx(30 / 35)
 
 
 def test_goodput_is_asked_of_the_composed_policy_on_each_segment_and_bound() -> None:
@@ -50,6 +133,18 @@ def test_a_trainer_keeps_the_ranks_that_its_memory_needs() -> None:
     """7.6e9 weights at 6 bytes leave 31.6 of 77.3 GB; 91.4 GB of optimizer take three of them."""
     assert TidePlatform.of("qwen2.5-7b").least_actors() == 3
     assert tiderl.scaling_job("ERS", 2).settings.least_actors == 3
+
+
+def test_the_model_of_the_breakdown_is_as_large_as_its_two_towers() -> None:
+    """4.44e9 weights at 6 bytes leave 50.7 of 77.3 GB; 53.3 GB of optimizer take two of them."""
+    model = QWEN3_VL_4B
+    attention = 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    layer = attention + 3 * model.hidden * model.intermediate
+    matrices = model.layers * layer + model.vocab * model.hidden
+    assert model.flops_per_token == 2 * matrices
+    assert model.params_active == matrices + model.layers * (2 * model.hidden + 2 * model.head_dim) + model.hidden
+    assert model.kv_bytes_per_token == 4 * model.layers * model.kv_heads * model.head_dim
+    assert TidePlatform.of(OSWORLD.model).least_actors() == 2
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from enum import IntEnum
 
 from pearl_rl.simulation.kv import Hold
 
-_ANY = 1 << 60
+ANY_PREFIX = 1 << 60
+"""Nothing of a prompt is rewritten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class EngineRequest:
     conversation: str = ""
     root: str = ""
     root_tokens: int = 0
-    reusable: int = _ANY
+    reusable: int = ANY_PREFIX
     """Prompt tokens that may be found in the cache: a template may rewrite what follows."""
     payload: object = None
     """Whoever drives the engine may attach what it needs."""

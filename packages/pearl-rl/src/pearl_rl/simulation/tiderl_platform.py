@@ -4,7 +4,7 @@ Nothing here is fitted to TideRL's results. The engines' costs are the kernel ta
 all other simulations; what neither has is assumed, and says so.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from pearl_planner.catalog import GpuSpec, ModelSpec, find_gpu, find_model
@@ -14,6 +14,7 @@ from pearl_rl.simulation.batch_run import WorkerModel
 from pearl_rl.simulation.kernels import IterationOverheads, WorkerCosts
 from pearl_rl.simulation.parameters import load_parameters
 from pearl_rl.simulation.requests import SimulatedEngineLimits
+from pearl_rl.simulation.tiderl_rollout import VisualWindow
 from pearl_rl.simulation.turn_model import bundled_turn_model
 from pearl_rl.simulation.workload import ModelWorkload, Script, WorkloadOptions
 
@@ -25,6 +26,28 @@ CONTEXT_SWITCH_S = 0.05
 """Changing the model that runs without moving it: allocator, streams, communicators; assumed."""
 
 
+QWEN3_VL_4B = ModelSpec(
+    name="Qwen3-VL-4B",
+    source="config.json of Qwen/Qwen3-VL-4B-Instruct (Apache-2.0)",
+    layers=36,
+    hidden=2560,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=9728,
+    vocab=151_936,
+    max_position=262_144,
+    # 4,022,468,096 of the language model, whose embedding is its head, and 415,347,712 of the vision tower.
+    params_total=4_437_815_808,
+    params_active=4_022_468_096,
+    flops_per_token=8_044_544_000,
+    kv_bytes_per_token=147_456,
+    attention_flops_per_context_token=589_824,
+)
+"""Not in the catalog, whose models have one tower. The second one counts in memory and in copies of the model; what it
+computes for each screenshot does not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Trajectories of one benchmark of TideRL's Table 4."""
@@ -33,14 +56,22 @@ class Workload:
     model: str
     options: WorkloadOptions
     turn_model: str = "webshop"
+    window: VisualWindow | None = None
 
     def scripts(self, tasks: int, group_size: int, seed: int = 0, first: int = 0) -> list[Script]:
         """The scripts of `tasks` samples from number `first` on; neighbours share a task."""
         workload = ModelWorkload(bundled_turn_model(self.turn_model), self.options, seed)
-        return [
+        scripts = (
             workload.script(Task(id=f"{n // group_size:06d}", seed=0, payload={}), n)
             for n in range(first, first + tasks)
-        ]
+        )
+        return [script if self.window is None else _with_screenshots(script, self.window) for script in scripts]
+
+
+def _with_screenshots(script: Script, window: VisualWindow) -> Script:
+    """Each turn's prompt ends with a screenshot."""
+    turns = (replace(turn, prompt_tokens=turn.prompt_tokens + window.image_tokens) for turn in script.turns)
+    return replace(script, turns=tuple(turns))
 
 
 WEBSHOP = Workload(
@@ -60,19 +91,22 @@ WEBSHOP = Workload(
 )
 OSWORLD = Workload(
     "OSWorld",
-    "qwen3-8b",
+    "qwen3-vl-4b",
     WorkloadOptions(
-        # Appendix C.2: at most 50 turns, five to nine screenshots in the context (a sliding window).
+        # Appendix C.2: at most 50 turns. Screenshots come on top of these, and their window bounds the context.
         max_context_tokens=16_384,
         max_turns=50,
-        # Table 4: 35 rounds and 12,000 tokens at the beginning. Of a rewritten window only the rest is found again.
-        turns_scale=4.6,
+        # Table 4: 35 rounds and sequences of 12,000 tokens at the beginning, screenshots included. What is observed is
+        # the screenshot, so the text is what the model generates.
+        turns_scale=5.4,
         first_prompt_scale=30.0,
-        prompt_scale=5.2,
-        response_scale=3.0,
+        prompt_scale=0.25,
+        response_scale=8.4,
         tool_scale=10.0,
         reset_s=30.0,
     ),
+    # 1280 x 720 pixels, of which 32 x 32 are one token (patches of 16, merged two by two; 22 rows, the rest is cut).
+    window=VisualWindow(image_tokens=40 * 22),
 )
 
 
@@ -86,8 +120,9 @@ class TidePlatform:
 
     @staticmethod
     def of(model: str) -> "TidePlatform":
-        """A testbed for a model of the catalog, one GPU a worker."""
-        spec, gpu = find_model(model), find_gpu("h100")
+        """A testbed for a model of the catalog, or for the one of section 6.4, one GPU a worker."""
+        spec = QWEN3_VL_4B if model == QWEN3_VL_4B.name.lower() else find_model(model)
+        gpu = find_gpu("h100")
         parameters = load_parameters("paper", model)
         engine = parameters.engine
         room = gpu.hbm_bytes * engine.memory_fraction - engine.reserve_bytes - spec.weight_bytes

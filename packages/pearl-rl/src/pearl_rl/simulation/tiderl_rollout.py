@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pearl_rl.rollout.task_batcher import TaskBatcher, TaskBatchingSettings
 from pearl_rl.simulation.batch_run import WorkerModel
 from pearl_rl.simulation.engine import Engine
-from pearl_rl.simulation.requests import EngineRequest, Outcome
+from pearl_rl.simulation.requests import ANY_PREFIX, EngineRequest, Outcome
 from pearl_rl.simulation.workload import Script
 from pearl_state.roles import Role
 from pearl_state.trajectory import GroupId, TrajectoryId
@@ -39,6 +39,21 @@ class TokenBatching:
 Batching = RequestBatching | TokenBatching
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisualWindow:
+    """Screenshots that stay in the context: each prompt ends with one, and old ones are pruned (appendix C.2)."""
+
+    image_tokens: int
+    most: int = 10
+    """The context is pruned before it holds so many."""
+    kept: int = 5
+    """Of the newest, the one that comes included."""
+
+    def __post_init__(self) -> None:
+        if self.image_tokens < 1 or not 1 <= self.kept < self.most:
+            raise ValueError(f"{self}: needs image_tokens >= 1 and 1 <= kept < most")
+
+
 @dataclass(slots=True, eq=False)
 class SimulatedTask:
     """A task on its way."""
@@ -51,10 +66,21 @@ class SimulatedTask:
     kind: str = ""
     turn: int = 0
     context: int = 0
+    images: int = 0
+    """Screenshots in `context`."""
+    split: int = 0
+    """Tokens of the sequences that pruning ended: each is trained on as it was."""
+    reusable: int = ANY_PREFIX
+    """What its next prompt has in common with the one before."""
     worker: WorkerId | None = None
     request: EngineRequest | None = None
     epoch: int = 0
     """Grows when its request is taken away: what was under way is void."""
+
+    @property
+    def tokens(self) -> int:
+        """What training gets of it."""
+        return self.split + self.context
 
 
 @dataclass(slots=True)
@@ -68,13 +94,16 @@ class _Worker:
 class TaskRollout:
     """Tasks on workers. `now_s` is the time of the event under way."""
 
-    def __init__(self, model: WorkerModel, batching: Batching, workers: int) -> None:
+    def __init__(
+        self, model: WorkerModel, batching: Batching, workers: int, window: VisualWindow | None = None
+    ) -> None:
         self.now_s = 0.0
         self.idle_s = 0.0
         """Time of serving workers without a request so far, mean over those that served at each moment, seconds."""
         self.workers: dict[WorkerId, _Worker] = {}
         self._model = model
         self._batching = batching
+        self._window = window
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._tasks: dict[TrajectoryId, SimulatedTask] = {}
@@ -234,7 +263,8 @@ class TaskRollout:
             new_tokens=scripted.response_tokens,
             conversation=task.id,
             root=task.script.root,
-            root_tokens=first if task.script.root else 0,
+            root_tokens=self._common(first) if task.script.root else 0,
+            reusable=task.reusable,
             payload=task,
         )
         worker.engine.submit(task.request, self.now_s)
@@ -258,12 +288,30 @@ class TaskRollout:
         task.request = None
         task.context += scripted.prompt_tokens + scripted.response_tokens
         task.turn += 1
+        task.reusable = ANY_PREFIX
         if task.turn == len(task.script.turns):
             self.at(self.now_s + scripted.tool_s, lambda: self._end(task))
             return
+        self._prune(task)
         if self.batcher is not None:
             self.batcher.turn_over(task.id, task.context)
         self.at(self.now_s + scripted.tool_s, lambda: self._next_turn(task))
+
+    def _common(self, first: int) -> int:
+        """Tokens of the first prompt before its screenshot."""
+        return first if self._window is None else max(1, first - self._window.image_tokens)
+
+    def _prune(self, task: SimulatedTask) -> None:
+        """Before the next screenshot would be one too many, all but the newest leave the context."""
+        window = self._window
+        if window is None:
+            return
+        task.images += 1
+        if task.images + 1 == window.most:
+            task.split += task.context
+            task.context -= (task.images - (window.kept - 1)) * window.image_tokens
+            task.images = window.kept - 1
+            task.reusable = self._common(task.script.turns[0].prompt_tokens)
 
     def _next_turn(self, task: SimulatedTask) -> None:
         if self.batcher is not None:

@@ -100,7 +100,7 @@ class _Group:
 
     @property
     def tokens(self) -> int:
-        return sum(task.context for task in self.tasks)
+        return sum(task.tokens for task in self.tasks)
 
 
 class TrainingLoop:
@@ -111,7 +111,7 @@ class TrainingLoop:
         self._workload = workload
         self._testbed = TidePlatform.of(workload.model)
         self._unit = self._testbed.micro_batch(8192, offload=True)
-        self._rollout = TaskRollout(self._testbed.worker, settings.batching, settings.rollout)
+        self._rollout = TaskRollout(self._testbed.worker, settings.batching, settings.rollout, workload.window)
         self._split = RankSplit(rollout=settings.rollout, actor=settings.gpus - settings.rollout)
         self._ready: list[_Group] = []
         self._open: dict[int, _Group] = {}
