@@ -20,6 +20,7 @@ from pearl_rl.run_folder import RunFolder, read_lines
 from pearl_rl.settings import load_settings
 from pearl_rl.training.batch import TrainBatch
 from pearl_rl.training.options import LossOptions, RefActor, TrainerOptions
+from pearl_rl.training.rank_group import TrainerLostError
 from pearl_rl.training.ref_actor_auto import AutoRefActor, UpdateModeRecord, load_of, measured_costs
 from pearl_rl.training.results import RankTimes, UpdateMetrics, UpdateResult
 from pearl_rl.training.testing import random_batch
@@ -83,6 +84,7 @@ class Ranks:
         self.timed = False
         self.forming_s = forming_s
         self.formed: list[bool] = []
+        self.fails = 0
         self.version = 0
         self._times = times
 
@@ -90,12 +92,18 @@ class Ranks:
     def ranks(self) -> int:
         return len(self._times)
 
+    def slow(self) -> None:
+        self._times = tuple(replace(rank, update_s=2 * rank.update_s) for rank in self._times)
+
     async def form_anew(self, *, reference_rank: bool) -> None:
         self.formed.append(reference_rank)
         self.options = replace(self.options, reference_rank=reference_rank)
 
     async def update(self, batch: TrainBatch) -> UpdateResult:
         assert self.timed
+        if self.fails:
+            self.fails -= 1
+            raise TrainerLostError("update: rank 1 of 2 is gone")
         self.version += 1
         metrics = UpdateMetrics(**dict.fromkeys(UpdateMetrics.__dataclass_fields__, 0.0))  # type: ignore[arg-type]
         return UpdateResult(
@@ -133,6 +141,30 @@ def test_nothing_is_decided_by_the_first_update_of_the_ranks() -> None:
     assert ranks.formed == [True]
     assert records[2].decision.mode is RefActorMode.DECOUPLED
     assert records[2].measured_s == 100.0
+
+
+def test_the_first_update_of_ranks_that_took_the_place_of_lost_ones_teaches_nothing() -> None:
+    ranks, records = Ranks(DEAR, forming_s=1e4), []
+    auto = AutoRefActor(ranks, records.append)
+
+    async def make() -> None:
+        for _ in range(2):
+            await auto.update(random_batch(1))
+        ranks.fails = 1
+        with pytest.raises(TrainerLostError):
+            await auto.update(random_batch(1))
+        ranks.slow()
+        await auto.update(random_batch(1))
+        await auto.update(random_batch(1))
+        await auto.update(random_batch(1))
+
+    asyncio.run(make())
+    assert [record.version for record in records] == [1, 2, 3, 4, 5]
+    known = records[2].costs
+    assert known is not None
+    assert records[3].costs == known
+    assert records[4].costs is not None
+    assert records[4].costs.actor_s > known.actor_s
 
 
 def test_ranks_stay_while_forming_them_anew_costs_more_than_it_saved() -> None:

@@ -78,12 +78,14 @@ class AutoRefActor:
         if decision.changes:
             await trainer.form_anew(reference_rank=decision.mode is RefActorMode.DECOUPLED)
             self._warm = False
+        # Where it fails, it is made again by new ranks.
+        warm, self._warm = self._warm, False
         result = await trainer.update(batch)
+        self._warm = True
         self._behind_s = 0.0 if decision.changes else decision.behind_s
-        if self._warm:
+        if warm:
             found = measured_costs(batch, trainer.options, result.times, costs)
             self._costs = found if costs is None else costs.towards(found, _WEIGHT)
-        self._warm = True
         measured_s = max(times.update_s for times in result.times)
         self._record(UpdateModeRecord(version=result.version, decision=decision, measured_s=measured_s, costs=costs))
         return result
