@@ -409,6 +409,19 @@ def test_a_value_beyond_ours_becomes_the_nearest_and_is_named() -> None:
     assert any("10 is beyond what train.clip_low may be; 1 is used" in line for line in found.unsupported)
 
 
+@pytest.mark.parametrize("value", [4.5, 1e16, "1e300"])
+def test_what_is_no_whole_number_is_named_and_not_cut(value: object) -> None:
+    found = areal.read({"gconfig.n_samples": value, "train_dataset.batch_size": 8}, None)
+    assert "train.group_size" not in found.settings
+    assert any("is no whole number that PEARL can count to; set train.group_size" in line for line in found.unsupported)
+
+
+def test_values_with_control_characters_reach_no_terminal() -> None:
+    found = roll.read({"seed": "\x1b[2J\x07one", "\x1b[31m": 1}, None)
+    assert all(line.isprintable() for line in found.unsupported)
+    assert any("'?[2J?one' is not a number" in line for line in found.unsupported)
+
+
 def test_fine_tuning_is_no_training_of_ours_and_another_configuration_is_named() -> None:
     assert verl.overrides("torchrun -m verl.trainer.sft_trainer data.train_batch_size=96") == {}
     found = verl.read(verl.overrides("python -m verl.trainer.main_ppo --config-name='my_agents' a.b=1"), None)
@@ -501,6 +514,12 @@ def test_selections_take_what_is_there_or_their_default(tmp_path: Path) -> None:
 
 
 def test_references_are_followed_and_circles_end(tmp_path: Path) -> None:
+    doubled = "".join(f"k{n}: '${{k{n + 1}}}${{k{n + 1}}}'\n" for n in range(60)) + "k60: x\n"
+    assert read_yaml(doubled, tmp_path)["k59"] == "xx"
+    shared = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 60))
+    with pytest.raises(SettingsError, match="comes to more than 100,000 keys"):
+        read_yaml(shared, tmp_path)
+    assert devices("+".join(["list(range(0, 1000000))"] * 5_000)) is None
     flat = read_yaml("a: ${b}\nb: ${a}\nc: ${d.e}x\nd: {e: 5}\nf: ${d.e}\n", tmp_path)
     assert flat["c"] == "5x"
     assert flat["f"] == 5

@@ -254,6 +254,8 @@ def test_bundled_scenarios_run(name) -> None:
         (["workload.model=chess"], "no such turn model"),
         (["workload.replay=/nowhere"], "give a run folder"),
         (["policy.name=static-pd"], "needs policy.configuration"),
+        (["policy.name=static-pd", "policy.configuration=3X"], "configuration '3X' is not like '2P3D' or '4C'"),
+        (["policy.name=static-pd", "policy.configuration=0C"], "policy.configuration = 0C: has no worker"),
         (["cluster.reserved_rollout_gpus=0", "cluster.max_preemptible_gpus=0"], "hold no worker"),
     ],
 )

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import io
 import os
 import re
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +22,10 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """Any complaint of the option parser; typer does not name the class."""
 
 
+_INTERRUPTED = 128 + signal.SIGINT
+"""What typer gives for Ctrl-C."""
 _OF_A_PATH = frozenset(
-    {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.ELOOP, errno.EROFS}
+    {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EROFS}
 )
 """Errors of a path that a person gave, wherever it is looked at first."""
 
@@ -32,41 +36,56 @@ class OneLineErrors(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command. Ends the process with its exit code, or returns it where `standalone_mode` is false."""
         standalone = extra.get("standalone_mode", True)
-        code: Any
+        if sys.stdout is None:
+            # It was closed before we began: nobody wants to read anything.
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         try:
-            code = super().main(*args, **{**extra, "standalone_mode": False})
+            code: Any = super().main(*args, **{**extra, "standalone_mode": False})
             sys.stdout.flush()
-        except CommandError as error:
-            print(f"pearl-rl: {error}", file=sys.stderr)
-            code = error.exit_code
-        except _USAGE_ERROR as error:
-            print(f"pearl-rl: {_complaint(error)} (see {_command(error)} --help)", file=sys.stderr)
-            code = ExitCode.CONFIG
-        except typer.Abort:
-            print("pearl-rl: stopped by Ctrl-C", file=sys.stderr)
+        except (CommandError, _USAGE_ERROR, typer.Abort) as error:
+            code = _told(error)
+        except SystemExit as ended:
+            if not isinstance(ended.__context__, BrokenPipeError):
+                raise
+            # Whoever reads has read enough.
+            _drop_output()
             code = ExitCode.PARTIAL
         except OSError as error:
-            if error.errno in _OF_A_PATH and error.filename is not None:
-                print(f"pearl-rl: {_path(error)}: cannot be used ({error.strerror})", file=sys.stderr)
-                code = ExitCode.CONFIG
-            elif _output_is_broken():
-                _drop_output()
-                print(f"pearl-rl: standard output cannot be written ({error.strerror})", file=sys.stderr)
-                code = ExitCode.PARTIAL
-            else:
+            code = _of_system(error)
+            if code is None:
                 raise
+        if code == _INTERRUPTED:
+            code = _told(typer.Abort())
         code = code if isinstance(code, int) else ExitCode.OK
         if standalone:
             sys.exit(int(code))
         return int(code)
 
 
-def _path(error: OSError) -> str:
-    """The path that an error is about, on one line and not longer than it takes to know it."""
-    from pearl_rl.settings.messages import short
+def _told(error: Exception) -> ExitCode:
+    """Say on one line what ended a command, and give the code for it."""
+    if isinstance(error, CommandError):
+        print(f"pearl-rl: {error}", file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, typer.Abort):
+        print("pearl-rl: stopped by Ctrl-C", file=sys.stderr)
+        return ExitCode.PARTIAL
+    print(f"pearl-rl: {_complaint(error)} (see {_command(error)} --help)", file=sys.stderr)
+    return ExitCode.CONFIG
 
-    text = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(error.filename)
-    return short(text)
+
+def _of_system(error: OSError) -> ExitCode | None:
+    """As `_told` for what a person can mend: a path, or where the output goes. None for anything else."""
+    if error.errno in _OF_A_PATH and isinstance(error.filename, str):
+        from pearl_rl.settings.messages import short
+
+        print(f"pearl-rl: {short(error.filename)}: cannot be used ({error.strerror})", file=sys.stderr)
+        return ExitCode.CONFIG
+    if not _output_is_broken():
+        return None
+    _drop_output()
+    print(f"pearl-rl: standard output cannot be written ({error.strerror})", file=sys.stderr)
+    return ExitCode.PARTIAL
 
 
 def _output_is_broken() -> bool:
@@ -118,6 +137,10 @@ app.add_typer(config_app, name="config")
 
 def main() -> None:
     """Entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that has no arrows gets question marks.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()
 
 

@@ -16,6 +16,7 @@ from pearl_rl.importing import areal, roll, slime, verl
 from pearl_rl.importing.result import Imported, Scalar
 from pearl_rl.importing.tree import Flat, read_text, read_yaml
 from pearl_rl.settings import load_settings
+from pearl_rl.settings.messages import short
 from pearl_rl.settings.write import toml_value
 
 _GPU_JOB: Final[Mapping[str, tuple[Scalar, str]]] = {
@@ -73,6 +74,8 @@ def read_configuration(framework: str, path: Path, model_path: str | None) -> Im
         raise SettingsError(f"{path}: {NAMES[framework]} is configured by YAML; give the .yaml file that the job reads")
     else:
         flat = reader.script(text)
+    if not flat and path.suffix in (".yaml", ".yml"):
+        raise SettingsError(f"{path}: holds no key")
     if not flat:
         what = f"holds no command that starts reinforcement learning with {NAMES[framework]}, with arguments"
         raise SettingsError(f"{path}: {what}")
@@ -95,7 +98,7 @@ def to_toml(found: Imported, path: Path) -> str:
         table, _, name = key.rpartition(".")
         origin = " ".join(found.origins[key].split())
         tables.setdefault(table, []).append(f"{name} = {toml_value(value)}  # {origin}")
-    head = f"# From {found.framework}'s {path.name}. Keys that are not here are the default job's.\n"
+    head = f"# From {found.framework}'s {short(path.name)}. Keys that are not here are the default job's.\n"
     return head + "".join(f"\n[{table}]\n" + "\n".join(lines) + "\n" for table, lines in tables.items())
 
 

@@ -27,9 +27,9 @@ def run_replay(
     """Replay a run and, where something is changed, replay it once more with the changes. Raises `CommandError`."""
     from pearl_rl.simulation.replay import read_recorded
 
+    recorder = Recordings(record, report)
     as_was, result = calibrated(run_dir)
     changed = read_recorded(run_dir, overrides, as_was.slowdown) if overrides else None
-    recorder = Recordings(record, report)
     if report is not None or record is not None:
         result = replayed(as_was, recorder, "replayed")
     rows = [recorded_row(as_was), row_of("replayed", [result])]

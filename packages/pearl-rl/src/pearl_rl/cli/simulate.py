@@ -68,6 +68,9 @@ def _plans(source: str, policies: str, seeds: int, overrides: Sequence[str]) -> 
 
     first = load_scenario(source, overrides)
     names = [name.strip() for name in policies.split(",") if name.strip()] or [first.policy.name]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise CommandError(f"--policy {policies}: names {twice} twice; --seeds repeats each policy")
     check_own(names)
     runs = [(name, seed) for name in names for seed in range(first.run.seed, first.run.seed + seeds)]
     return [load_scenario(source, [*overrides, f"policy.name={name}", f"run.seed={seed}"]) for name, seed in runs]

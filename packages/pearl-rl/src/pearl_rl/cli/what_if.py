@@ -11,6 +11,7 @@ from pearl_rl.cli.compared import Row, print_rows, row_of
 from pearl_rl.cli.recordings import Recordings
 from pearl_rl.cli.simulate import check_own
 from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.settings.messages import short
 
 _MOST_RUNS = 1000
 
@@ -29,6 +30,10 @@ def run_what_if(
     knobs = [parse_knob(text) for text in vary]
     if not knobs:
         raise CommandError("what-if needs something to vary, like --vary cluster.max_preemptible_gpus=0,4,8")
+    keys = [key for key, _ in knobs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise CommandError(f"--vary {twice}: is given twice; give all its values in one, like --vary {twice}=1,2,3")
     names = [name.strip() for name in policies.split(",") if name.strip()] or [""]
     grid = [dict(values) for values in itertools.product(*([(key, v) for v in values] for key, values in knobs))]
     if not 1 <= seeds <= _MOST_RUNS or len(grid) * len(names) * seeds > _MOST_RUNS:
@@ -41,6 +46,10 @@ def run_what_if(
     check_own(names)
     if recorded and (names != [""] or seeds != 1):
         raise CommandError(f"{source}: a recorded run is replayed as it was: vary planner.policy instead of --policy")
+    if plot is not None:
+        from pearl_rl.cli.report import check_target
+
+        check_target(plot)
     slowdown = _slowdown(source) if recorded else 1.0
     rows: list[Row] = []
     for number, (name, values) in enumerate(itertools.product(names, grid), start=1):
@@ -82,7 +91,7 @@ def _range(text: str, parts: Sequence[str]) -> Iterator[str]:
     except (ValueError, ZeroDivisionError, OverflowError):
         raise CommandError(f"--vary {text}: is not like =0:12:4 (from, to, step)") from None
     if not 1 <= count <= _MOST_RUNS:
-        raise CommandError(f"--vary {text}: gives {count} values; must be 1 to {_MOST_RUNS}")
+        raise CommandError(f"--vary {text}: gives {short(count)} values; must be 1 to {_MOST_RUNS}")
     whole = all(float(part).is_integer() for part in parts)
     for number in range(count):
         value = start + number * step

@@ -12,6 +12,7 @@ from pearl_rl.importing.tree import Flat
 
 Scalar = bool | int | float | str
 
+_LARGEST: Final = 1e15
 _NEVER: Final = "not a setting of PEARL"
 
 
@@ -35,7 +36,8 @@ class Imported:
 
     def drop(self, theirs: str, why: str) -> None:
         """Say why one of theirs is not taken over, in one line whatever their values hold."""
-        self.unsupported.append(" ".join(f"{theirs}: {why}".split()))
+        words = " ".join(f"{theirs}: {why}".split())
+        self.unsupported.append("".join(letter if letter.isprintable() else "?" for letter in words))
 
 
 class Source:
@@ -83,9 +85,14 @@ class Source:
             return None
 
     def whole(self, key: str, ours: str = "it") -> int | None:
-        """A whole number; None as `number`."""
+        """A whole number; None as `number`, and for one that is none."""
         value = self.number(key, ours)
-        return None if value is None or abs(value) > 1e15 else int(value)
+        if value is None:
+            return None
+        if not value.is_integer() or abs(value) > _LARGEST:
+            self._out.drop(key, f"{value:g} is no whole number that PEARL can count to; set {ours} by hand")
+            return None
+        return int(value)
 
     def flag(self, key: str) -> bool:
         """Whether the key is true; a flag without a value is."""

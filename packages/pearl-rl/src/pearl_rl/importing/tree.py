@@ -17,14 +17,21 @@ _SELECTION = re.compile(r"\$\{oc\.(select|env):\s*([\w.]+)\s*(?:,\s*([^${},]*?)\
 _RANGE = re.compile(r"list\(range\((\d+)(?:\s*,\s*(\d+))?\)\)")
 _LARGEST_FILE: Final = 4 * 1024 * 1024
 _DEEPEST: Final = 30
+_MOST_FOLLOWED: Final = 200
+"""Keys that one value may lead to: no configuration has so many, and each may be a call within another."""
+_MOST_KEYS: Final = 100_000
+_LONGEST_VALUE: Final = 65_536
+_MOST_DEVICES: Final = 1_000_000
 
 
 def read_text(path: Path) -> str:
     """The file's text. Raises `SettingsError` for one that is missing, too large, or no text."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_FILE + 1)
+        if len(data) > _LARGEST_FILE:
             raise SettingsError(f"{path}: is larger than {_LARGEST_FILE} bytes; a configuration is not")
-        return path.read_text(encoding="utf-8")
+        return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
         raise SettingsError(f"{path}: is not UTF-8 text") from None
     except OSError as error:
@@ -41,11 +48,15 @@ def read_yaml(text: str, path: Path) -> Flat:
         raise SettingsError(f"{path}: holds no YAML mapping")
     flat: Flat = {}
     _flatten(tree, "", flat, 0)
+    if len(flat) > _MOST_KEYS:
+        raise SettingsError(f"{path}: comes to more than {_MOST_KEYS:,} keys; a configuration does not")
     return {key: resolve(flat, value) for key, value in flat.items()}
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str, flat: Flat, depth: int) -> None:
     for key, value in tree.items():
+        if len(flat) > _MOST_KEYS:
+            return
         name = f"{prefix}{key}"
         if isinstance(value, dict) and depth < _DEEPEST:
             _flatten(value, f"{name}.", flat, depth + 1)
@@ -53,23 +64,36 @@ def _flatten(tree: Mapping[Any, Any], prefix: str, flat: Flat, depth: int) -> No
             flat[name] = value
 
 
-def resolve(flat: Flat, value: Any, depth: int = 0) -> Any:
-    """Follow `${a.b}`, and `${oc.select:a.b,x}` or else its `x`; what refers to nothing known stays as it is.
+def resolve(flat: Flat, value: Any, known: Flat | None = None) -> Any:
+    """Follow `${a.b}`, and `${oc.select:a.b,x}` or else its `x`; what refers to nothing known, or to itself, stays as
+    it is, and so does what would come to more than a value is long.
 
-    Of `${oc.env:NAME,x}` only `x` is taken: the environment here is not the one of the job.
+    Of `${oc.env:NAME,x}` only `x` is taken: the environment here is not the one of the job. `known` are keys that are
+    resolved already.
     """
-    if not isinstance(value, str) or "${" not in value or depth > _DEEPEST:
+    if not isinstance(value, str) or "${" not in value:
         return value
+    known = {} if known is None else known
     selection = _SELECTION.fullmatch(value)
     if selection:
         kind, name, other = selection.groups()
         if kind == "select" and flat.get(name) is not None:
-            return resolve(flat, flat[name], depth + 1)
+            return _followed(flat, name, known)
         return value if other is None else None if other in ("null", "") else other
     whole = _REFERENCE.fullmatch(value)
     if whole:
-        return resolve(flat, flat[whole[1]], depth + 1) if whole[1] in flat else value
-    return _REFERENCE.sub(lambda m: str(resolve(flat, flat.get(m[1], m[0]), depth + 1)), value)
+        return _followed(flat, whole[1], known) if whole[1] in flat else value
+    text = _REFERENCE.sub(lambda m: str(_followed(flat, m[1], known)) if m[1] in flat else m[0], value)
+    return text if len(text) <= _LONGEST_VALUE else value
+
+
+def _followed(flat: Flat, name: str, known: Flat) -> Any:
+    """The value of key `name`; each is resolved once, however many others refer to it."""
+    if name not in known:
+        known[name] = flat[name]
+        if len(known) < _MOST_FOLLOWED:
+            known[name] = resolve(flat, flat[name], known)
+    return known[name]
 
 
 def devices(value: Any) -> list[int] | None:
@@ -84,7 +108,7 @@ def devices(value: Any) -> list[int] | None:
         if found is None:
             return None
         first, last = (0, int(found[1])) if found[2] is None else (int(found[1]), int(found[2]))
-        if last > 1_000_000:
+        if last > _MOST_DEVICES or len(numbers) > _MOST_DEVICES:
             return None
         numbers += range(first, last)
     return numbers

@@ -12,10 +12,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Of two processes that write the same one, the last wins. What is no file, like a pipe, is written as it is.
     """
-    path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         yield path
         return
+    path = path.resolve() if path.is_symlink() else path
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part

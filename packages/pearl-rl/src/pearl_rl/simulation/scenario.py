@@ -16,6 +16,8 @@ from pearl_rl.settings.keys import OF_SCENARIOS, leaves, sections
 from pearl_rl.settings.load import parse_override
 from pearl_rl.settings.messages import rule, short
 from pearl_rl.settings.names import named_policy
+from pearl_state.configuration import Configuration
+from pearl_state.errors import ConfigurationError
 
 POLICIES = (
     "roll",
@@ -185,6 +187,11 @@ class Scenario(Section):
             )
         if self.policy.name == "static-pd" and not self.policy.configuration:
             raise ValueError("policy static-pd needs policy.configuration, like 3P5D")
+        try:
+            if self.policy.configuration and not Configuration.parse(self.policy.configuration).workers:
+                raise ValueError(f"policy.configuration = {self.policy.configuration}: has no worker")
+        except ConfigurationError as error:
+            raise ValueError(f"policy.configuration: {error}") from None
         return self
 
 
@@ -206,6 +213,8 @@ def load_scenario(source: str, overrides: Sequence[str] = ()) -> Scenario:
 def scenario_from(document: Mapping[str, Any], where: str = "scenario") -> Scenario:
     """A scenario from nested tables. Raises `SettingsError`, one line."""
     for path in _paths(document):
+        if path in _SECTIONS and path not in _KEYS:
+            raise SettingsError(f"{where}: {'.'.join(path)}: is a section; set its keys")
         if path not in _KEYS:
             near = _OF_JOBS.get(path) or max(
                 _KEYS, key=lambda key: SequenceMatcher(None, ".".join(path), ".".join(key)).ratio()

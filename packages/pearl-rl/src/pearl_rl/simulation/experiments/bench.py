@@ -1,8 +1,11 @@
 """Runs the simulations that experiments ask for, each once, on one or several processes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import get_context
@@ -19,6 +22,24 @@ from pearl_state.configuration import Configuration
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes that begin here do not take Ctrl-C for theirs, which would be a traceback of each."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_on_interrupt() -> None:
+    """From here on a process ends of Ctrl-C, without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Job(Protocol[_T_co]):
@@ -117,15 +138,24 @@ class Bench:
         """Run all that are missing."""
         missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
         if self._processes > 1 and len(missing) > 1:
-            with ProcessPoolExecutor(self._processes, mp_context=get_context("spawn")) as pool:
-                outcomes = pool.map(run_job, map(self._changed, missing))
-                for number, (job, outcome) in enumerate(zip(missing, outcomes, strict=True), 1):
-                    self._results[job] = outcome
-                    self._on_done(number, len(missing))
+            self._prepare_in_processes(missing)
             return
         for number, job in enumerate(missing, 1):
             self._results[job] = run_job(self._changed(job))
             self._on_done(number, len(missing))
+
+    def _prepare_in_processes(self, missing: Sequence[AnyJob]) -> None:
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(self._processes, mp_context=spawn, initializer=_end_on_interrupt) as pool:
+            with _interrupts_ignored():
+                outcomes = pool.map(run_job, map(self._changed, missing))
+            try:
+                for number, (job, outcome) in enumerate(zip(missing, outcomes, strict=True), 1):
+                    self._results[job] = outcome
+                    self._on_done(number, len(missing))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def result(self, job: Job[_T]) -> _T:
         """The result of any job."""
