@@ -324,6 +324,8 @@ def test_a_full_decode_pool_must_grow_as_much_as_what_wants_to_pass_exceeds_what
     # Contexts that begin alike share memory: what they sum up to may exceed the pool, which then is full.
     assert decode(replace(full, resident_kv_bytes=500e9)) == pytest.approx(6.0)
     assert decode(replace(full, admitted_tokens=900_000.0)) == pytest.approx(1.9)
+    # A trajectory that hardly ever comes back admits nothing, nor a demand without end.
+    assert decode(replace(full, admitted_tokens=1e-300)) == decode(replace(full, admitted_tokens=0.0)) < 6.0
 
 
 def test_the_makespan_model_has_no_say_against_more_of_a_decode_memory_that_is_full() -> None:

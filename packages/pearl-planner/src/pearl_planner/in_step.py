@@ -254,7 +254,8 @@ def _decode_kv_bytes(forecast: LoadForecast, decode: int, platform: PlatformProf
         return forecast.decode_kv_bytes
     # Contexts that begin alike share memory: their sum may exceed what is there.
     resident = min(forecast.resident_kv_bytes, decode * platform.kv_capacity_bytes)
-    if forecast.admitted_tokens <= 0.0:
+    if forecast.admitted_tokens < 1.0:
+        # Nobody finds room; what is expected of less than a token is a chance, by which nothing can be divided.
         waiting = forecast.backlog_tokens * platform.kv_bytes_per_token
         return max(forecast.decode_kv_bytes, resident + waiting)
     return resident * max(1.0, forecast.prefill_tokens / forecast.admitted_tokens)
