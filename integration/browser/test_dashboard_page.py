@@ -133,6 +133,32 @@ def test_it_follows_the_job(visit, shown):
     assert "GPU 5 reclaimed, 2.0 s notice" in page.locator(".news li").first.inner_text()
 
 
+def test_long_durations_at_an_axis_are_not_cut(visit, shown):
+    page = visit(shown.reading).page
+    for number in (1, 2):
+        record = StepRecord(
+            step=number, steps=60, now_s=900.0 * number, duration_s=900.0, rollout_s=883.0 * number, reward_mean=0.5
+        )
+        shown.do(lambda job, record=record: job.record_step(record))
+    wait_for(page, "step", "2/60")
+    labels = page.locator(".spark text.axis").all()
+    assert "29 min 26 s" in [label.text_content() for label in labels]
+    for label in labels:
+        drawn, frame = label.bounding_box(), label.locator("xpath=..").bounding_box()
+        assert drawn["x"] >= frame["x"] - 0.5
+
+
+def test_a_damaged_file_is_named_until_it_is_mended(visit, shown):
+    page = visit(shown.reading).page
+    page.wait_for_selector(".cell")
+    table = shown.job.folder.path / "table.jsonl"
+    whole = table.read_text()
+    table.write_text(whole + "[1]\n")
+    eventually(page, lambda: "table.jsonl: line" in text_of(page, ".state"))
+    table.write_text(whole)
+    eventually(page, lambda: text_of(page, ".state") == "running")
+
+
 def test_decisions_are_those_of_the_job_newest_first(visit, shown):
     page = visit(shown.reading).page
     page.wait_for_selector(".decided .decision")

@@ -175,3 +175,11 @@ def test_runs_are_compared_side_by_side(visit, run_folder, tmp_path, screenshot)
     assert page.locator("details.one .tiles").first.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     screenshot(page, "comparison-narrow")
+    page.locator("details.one summary").first.click()
+    page.locator("details.one").last.locator("summary").first.click()
+    page.locator("h1").first.click()
+    for _ in range(2):
+        page.keyboard.press("j")
+    # The keys walk through the decisions of the run that is open, not of the folded one before it.
+    walked = page.locator("details.one").last.locator(".decision > summary").nth(1)
+    assert walked.evaluate("(item) => item === document.activeElement")

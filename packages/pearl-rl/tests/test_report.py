@@ -465,3 +465,16 @@ def test_the_page_of_a_long_run_stays_small(run):
     assert len(text) < 6_000_000
     assert text.count('<details class="decision"') == 400
     assert f"The {len(long.decisions) - 400:,} earlier ones" in text
+
+
+def test_advice_names_the_keys_of_what_the_run_was_configured_by(run):
+    """A simulation has the keys of a scenario, a run those of a job."""
+    steps = [
+        {**step, "predicted_rollout_s": 9 * step["rollout_s"], "wait_bound_s": step["duration_s"]} for step in run.steps
+    ]
+    for record, keys in (
+        (replace(run, steps=steps), ("policy.ratio_threshold", "rollout.max_staleness")),
+        (replace(run, steps=steps, simulated=False), ("planner.ratio_threshold", "train.max_staleness_versions")),
+    ):
+        told = " ".join(finding.text for finding in diagnose(record))
+        assert all(f" {key} " in f" {told} " for key in keys)

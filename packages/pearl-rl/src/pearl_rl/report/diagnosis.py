@@ -10,10 +10,12 @@ from pearl_rl.presentation.words import seconds
 from pearl_rl.report.charts import seconds_signed, step_shares
 from pearl_rl.report.run_record import RunRecord
 from pearl_rl.report.svg import number
+from pearl_rl.settings.keys import OF_SCENARIOS
 
 _GOOD_WAPE, _POOR_WAPE = 0.10, 0.25
 _TENTH = 0.1
 _TELLING_STEPS = 10
+_OF_JOBS = {".".join(job): ".".join(scenario) for scenario, job in OF_SCENARIOS.items()}
 
 
 class Level(StrEnum):
@@ -95,7 +97,8 @@ def _prediction(run: RunRecord) -> Iterator[Finding]:
     yield Finding(
         level,
         f"Predicted step times are off by {wape:.1%} on average. Where that exceeds the gain of a switch, choices "
-        "between close configurations are luck; a higher planner.ratio_threshold keeps the current one.",
+        f"between close configurations are luck; a higher {_key(run, 'planner.ratio_threshold')} keeps the current "
+        "one.",
     )
 
 
@@ -113,14 +116,14 @@ def _shares(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             f"Training waits for its GPUs {parts['waiting']:.0%} of the time: returning borrowed workers is slow "
-            'here; cluster.borrowing = "off" shows what it costs.',
+            f'here; {_key(run, "cluster.borrowing")} = "off" shows what it costs.',
         )
     bound = sum(step["wait_bound_s"] for step in run.steps) / total
     if bound > _TENTH:
         yield Finding(
             Level.WARNING,
             f"Batches wait for the staleness bound {bound:.0%} of the time; "
-            "train.max_staleness_versions one higher lets rollout run ahead.",
+            f"{_key(run, 'train.max_staleness_versions')} one higher lets rollout run ahead.",
         )
 
 
@@ -129,8 +132,9 @@ def _turns(run: RunRecord) -> Iterator[Finding]:
         return
     largest = max(run.latency, key=lambda part: run.latency[part].share)
     share = run.latency[largest].share
+    running = "" if run.simulated else ", or a higher engine.max_running,"
     advice = {
-        "queue": "Requests wait: more rollout GPUs, or a higher engine.max_running, would shorten it.",
+        "queue": f"Requests wait: more rollout GPUs{running} would shorten it.",
         "prefill": "Prefill leads: more prefill workers, or prefixes that stay in the cache, would shorten it.",
         "transfer": "The hand-over of KV leads: colocation, or faster links, would shorten it.",
         "decode": "Decoding leads: more decode workers, or shorter responses, would shorten it.",
@@ -164,7 +168,8 @@ def _switching(run: RunRecord) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             f"{len(switches)} changes of mode or ratio in {len(run.steps)} steps: thresholds below the noise of the "
-            "predictions make it flap. Raise planner.ratio_threshold or planner.mode_threshold.",
+            f"predictions make it flap. Raise {_key(run, 'planner.ratio_threshold')} or "
+            f"{_key(run, 'planner.mode_threshold')}.",
         )
         return
     gained = fmean([max(0.0, decision["gain_s"]) for decision in switches])
@@ -206,6 +211,11 @@ def _budget(run: RunRecord) -> Iterator[Finding]:
     yield Finding(
         Level.NOTE, f"Rollout had {number(mean)} GPUs on average, {min(counts)} at least and {max(counts)} at most."
     )
+
+
+def _key(run: RunRecord, of_job: str) -> str:
+    """What a setting of a job is called in what the run was configured by."""
+    return _OF_JOBS.get(of_job, of_job) if run.simulated else of_job
 
 
 def _times(count: int) -> str:

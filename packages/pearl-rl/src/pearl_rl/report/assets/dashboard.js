@@ -36,6 +36,8 @@
     return minutes < 60 ? `${minutes} min ${String(Math.round(s) % 60).padStart(2, "0")} s`
       : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
   };
+  const signed = (s) => s < 0 ? `-${duration(-s)}` : duration(s);
+  const whole = (value) => Math.round(value).toLocaleString("en-US");
   const tile = (key, text) => { dash.querySelector(`.tiles [data-key="${key}"] dd`).textContent = text; };
 
   // Redraw a part only where its data changed, so that focus and open details stay.
@@ -58,7 +60,7 @@
     const last = now.last_step;
     tile("step", now.steps < 1e6 ? `${now.completed}/${now.steps}` : `${now.completed}`);
     tile("configuration", now.configuration + (now.pinned ? ` pinned` : ""));
-    tile("throughput", last ? last.tokens_per_s.toFixed(0) : "–");
+    tile("throughput", last ? whole(last.tokens_per_s) : "–");
     tile("reward", last && last.reward !== null ? last.reward.toFixed(3) : "–");
     tile("serving", String(now.serving_gpus));
     tile("queue", `${now.decoding} + ${now.waiting}`);
@@ -89,7 +91,7 @@
   const may = () => dash.dataset.control === "true" && Boolean(token) && view && view.control;
   function controls() {
     const hint = dash.querySelector(".hint");
-    if (dash.dataset.control !== "true") hint.textContent = "Read-only. `pearl-rl dashboard RUN_DIR --control` lets you act.";
+    if (dash.dataset.control !== "true") hint.replaceChildren("Read-only. ", make("code", {}, "pearl-rl dashboard RUN_DIR --control"), " lets you act.");
     else if (!token) hint.textContent = "Open the address that the command printed: it holds the token.";
     else if (!view.control && view.state === "starting") hint.textContent = "The run is starting and does not listen yet.";
     else if (!view.control) hint.textContent = "This run does not listen: it is over, or was started without control.http=true.";
@@ -172,15 +174,17 @@
   };
   // One plot: lines over the same steps and one scale, its least and largest value at the left, its steps below.
   function plot(title, steps, lines, write, fromZero) {
-    const width = 340, height = 120, left = 44, right = 6, top = 8, bottom = 22;
+    const width = 340, height = 120, right = 6, top = 8, bottom = 22;
     const known = lines.flatMap(([values]) => values).filter((value) => value != null);
     if (!known.length) return make("figure", {}, make("figcaption", {}, title), make("p", { class: "none" }, "No step is complete yet."));
     const most = Math.max(...known), least = fromZero ? 0 : Math.min(...known), span = most - least || 1;
+    const marked = most > least ? [least, most] : [most];
+    const left = Math.max(44, 10 + 7.4 * Math.max(...marked.map((value) => write(value).length)));
     const x = (i) => left + (width - left - right) * (steps.length > 1 ? i / (steps.length - 1) : 0.5);
     const y = (value) => height - bottom - (height - top - bottom) * (value - least) / span;
     const text = (at, down, anchor, words) => svg("text", { class: "axis", x: at, y: down, "text-anchor": anchor }, words);
     const marks = [];
-    for (const value of most > least ? [least, most] : [most]) {
+    for (const value of marked) {
       marks.push(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }), text(left - 5, y(value) + 4, "end", write(value)));
     }
     for (const [values, css] of lines) {
@@ -201,7 +205,7 @@
       [[all("predicted_s"), "predicted"], [all("rollout_s"), "ink"]], duration, true);
     makespan.append(legend);
     dash.querySelector(".spark").replaceChildren(
-      plot(`tokens/s${now((s) => s.tokens_per_s.toFixed(0))}`, steps, [[all("tokens_per_s"), "ink"]], (v) => v.toFixed(0), true), makespan,
+      plot(`tokens/s${now((s) => whole(s.tokens_per_s))}`, steps, [[all("tokens_per_s"), "ink"]], whole, true), makespan,
       ...last && last.reward === null ? []
         : [plot(`reward${now((s) => s.reward.toFixed(3))}`, steps, [[all("reward"), "ink"]], (v) => v.toFixed(2), false)]);
   }
@@ -216,7 +220,7 @@
       const what = item.gate ? (item.gate.open ? "lend training GPUs" : "keep training GPUs")
         : item.previous === item.selected ? `stays ${item.selected}` : `${item.previous ?? "nothing"} → ${item.selected}`;
       const why = item.gate
-        ? (item.gate.benefit_s === null ? "no dedicated worker serves yet" : `benefit ${item.gate.benefit_s.toFixed(2)} s, cost ${item.gate.toggle_s.toFixed(2)} s`)
+        ? (item.gate.benefit_s === null ? "no dedicated worker serves yet" : `benefit ${signed(item.gate.benefit_s)}, cost ${duration(item.gate.toggle_s)}`)
         : `${item.why}${item.gain} · ${item.trigger}, ${item.budget_workers} workers`;
       const body = make("tbody", {}, ...item.candidates.map((c) => make("tr", c.configuration === item.selected ? { class: "chosen" } : {},
         make("td", {}, c.configuration), make("td", {}, duration(c.makespan_s)), make("td", {}, c.violated.map((v) => v.replaceAll("_", " ")).join(", ")))));

@@ -116,7 +116,8 @@
 
   const go = (by) => {
     // Not those of a run that is folded.
-    const items = [...document.querySelectorAll(".decision:not([hidden]) > summary")].filter((item) => item.offsetParent);
+    const items = [...document.querySelectorAll(".decision:not([hidden]) > summary")]
+      .filter((item) => !item.closest("details.one:not([open])"));
     const now = items.indexOf(document.activeElement);
     const next = items[now < 0 ? (by > 0 ? 0 : items.length - 1) : Math.max(0, Math.min(items.length - 1, now + by))];
     if (next) next.focus();
