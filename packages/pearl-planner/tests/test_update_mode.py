@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl_planner.ref_actor import RefActorMode
-from pearl_planner.update_mode import PassCosts, UpdateLoad, UpdateMode, decide_update_mode
+from pearl_planner.update_mode import PassCosts, UpdateLoad, UpdateMode, costs_in, decide_update_mode
 
 COSTS = PassCosts(reference_s=0.01, actor_s=0.03, swap_s=0.5)
 TOGETHER, APART = RefActorMode.COLOCATED, RefActorMode.DECOUPLED
@@ -19,7 +19,7 @@ def decide(held: RefActorMode = TOGETHER, behind_s: float = 0.0, **given: object
     asked: dict[str, object] = {
         "colocated": load(8, steps=2),
         "decoupled": load(6, steps=2, tokens=400 / 3),
-        "costs": COSTS,
+        "costs": {TOGETHER: COSTS, APART: COSTS},
         "ranks": 4,
         "reform_s": 1.0,
     }
@@ -33,7 +33,7 @@ def test_both_modes_are_asked_for_the_same_gpus() -> None:
     backwards (8/3 s) begin with their references and end at 4, 16/3, 20/3; the second three begin with theirs at 16/3,
     20/3, 8 (forwards end at 16/3, 20/3, 8) and end at 8, 28/3, 32/3.
     """
-    made = decide(costs=PassCosts(reference_s=0.01, actor_s=0.03, swap_s=0.5))
+    made = decide()
     assert made.colocated_s == pytest.approx(18.0)
     assert made.decoupled_s == pytest.approx(2 * 32 / 3)
     assert (made.mode, made.changes, made.behind_s, made.ras, made.tprm_s) == (TOGETHER, False, 0.0, 8, 0.0)
@@ -41,21 +41,21 @@ def test_both_modes_are_asked_for_the_same_gpus() -> None:
 
 def test_it_changes_once_the_other_would_have_saved_what_forming_ranks_takes() -> None:
     """Swaps of 2 s make colocated 24 s of two steps, 8/3 s more than decoupled."""
-    dear = PassCosts(reference_s=0.01, actor_s=0.03, swap_s=2.0)
+    dear = {TOGETHER: PassCosts(reference_s=0.01, actor_s=0.03, swap_s=2.0)}
     first = decide(costs=dear, reform_s=5.0)
     assert (first.mode, first.changes) == (TOGETHER, False)
     assert first.behind_s == pytest.approx(8 / 3)
     second = decide(behind_s=first.behind_s, costs=dear, reform_s=5.0)
     assert (second.mode, second.changes) == (APART, True)
     assert second.behind_s == pytest.approx(16 / 3)
-    back = decide(APART, costs=COSTS, reform_s=3.0)
+    back = decide(APART, costs={APART: COSTS}, reform_s=3.0)
     assert (back.mode, back.changes) == (TOGETHER, True)
     assert back.behind_s == pytest.approx(10 / 3)
     assert back.ras == 6
 
 
 def test_without_a_measurement_or_a_second_rank_nothing_changes() -> None:
-    blind = decide(costs=None, behind_s=3.0)
+    blind = decide(costs={}, behind_s=3.0)
     assert (blind.mode, blind.changes) == (TOGETHER, False)
     assert (blind.colocated_s, blind.decoupled_s, blind.printed_colocated_s) == (None, None, None)
     alone = decide(colocated=load(2), decoupled=None, ranks=1)
@@ -67,6 +67,22 @@ def test_printed_costs_stand_beside_those_that_decide() -> None:
     made = decide()
     assert made.printed_colocated_s == pytest.approx(66.0)
     assert made.printed_decoupled_s == pytest.approx(2 * (4 + 24))
+
+
+def test_each_mode_has_its_own_costs_and_one_that_never_ran_those_of_the_other() -> None:
+    """Sharded, the reference takes 2 s for 100 tokens; alone no more than the actor's forward, which is 1 s."""
+    sharded, alone = (
+        PassCosts(reference_s=0.02, actor_s=0.03, swap_s=0.5),
+        PassCosts(reference_s=0.005, actor_s=0.04, swap_s=0.5),
+    )
+    assert costs_in(APART, {}) is None
+    assert costs_in(TOGETHER, {TOGETHER: sharded}) == sharded
+    assert costs_in(APART, {TOGETHER: sharded}) == COSTS
+    assert costs_in(TOGETHER, {APART: alone}) == alone
+    both = {TOGETHER: sharded, APART: alone}
+    assert (costs_in(TOGETHER, both), costs_in(APART, both)) == (sharded, alone)
+    made = decide(costs={TOGETHER: sharded})
+    assert (made.colocated_s, made.decoupled_s) == (pytest.approx(2 * 11), pytest.approx(2 * 32 / 3))
 
 
 def test_costs_move_towards_what_was_measured_last() -> None:
@@ -88,7 +104,7 @@ def test_changes_cost_no_more_than_what_they_were_waited_for(
     """Between two changes the mode that was left had fallen behind by more than forming anew takes."""
     held, behind_s, lost_s = TOGETHER, 0.0, 0.0
     for reference_s, actor_s, swap_s in updates:
-        costs = PassCosts(reference_s=reference_s, actor_s=actor_s, swap_s=swap_s)
+        costs = {held: PassCosts(reference_s=reference_s, actor_s=actor_s, swap_s=swap_s)}
         together, apart = load(ranks * 3), load((ranks - 1) * 3)
         made = decide(held, behind_s, colocated=together, decoupled=apart, costs=costs, ranks=ranks, reform_s=reform_s)
         assert made.colocated_s is not None

@@ -7,8 +7,8 @@ since the last change, as who rents skis buys them when the rent has come to the
 fast so never take turns.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pearl_planner.ref_actor import MicroBatchCosts, RefActorChoice, RefActorMode, TrainerShape, choose_mode, signals
 
@@ -48,6 +48,24 @@ class PassCosts:
             actor_backward_s=actor_s * _BACKWARD,
             swap_s=self.swap_s,
         )
+
+
+ModeCosts = Mapping[RefActorMode, PassCosts]
+"""Costs by the mode that they were measured in; a mode that never ran has none."""
+
+
+def costs_in(mode: RefActorMode, known: ModeCosts) -> PassCosts | None:
+    """What passes cost in a mode, where it never ran by the other one's; None where nothing is known.
+
+    A reference that is alone is whole, and gathers nothing from other ranks. So until it was measured it is taken to
+    need no more than the actor's forward, which does.
+    """
+    if mode in known or not known:
+        return known.get(mode)
+    (other,) = known.values()
+    if mode is RefActorMode.COLOCATED:
+        return other
+    return replace(other, reference_s=min(other.reference_s, other.actor_s * (1.0 - _BACKWARD)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +108,18 @@ def decide_update_mode(
     *,
     colocated: UpdateLoad,
     decoupled: UpdateLoad | None,
-    costs: PassCosts | None,
+    costs: ModeCosts,
     ranks: int,
     reform_s: float,
 ) -> UpdateMode:
     """The mode of the next update. `behind_s` is that of the decision before, 0 at first and after a change.
 
-    `ranks` are all GPUs of training; `decoupled` is None where they are one. Without `costs` the held mode stays.
+    `ranks` are all GPUs of training; `decoupled` is None where they are one. Without any `costs` the held mode stays.
     """
     load = colocated if held is RefActorMode.COLOCATED or decoupled is None else decoupled
     found = signals(load.ready_s)
-    together = None if costs is None else _choice(colocated, costs, ranks)
-    apart = None if costs is None or decoupled is None else _choice(decoupled, costs, ranks)
+    together = _choice(colocated, costs_in(RefActorMode.COLOCATED, costs), ranks)
+    apart = None if decoupled is None else _choice(decoupled, costs_in(RefActorMode.DECOUPLED, costs), ranks)
     colocated_s = None if together is None else colocated.optimizer_steps * together.colocated_s
     decoupled_s = None if apart is None or decoupled is None else decoupled.optimizer_steps * apart.decoupled_s
     other = RefActorMode.DECOUPLED if held is RefActorMode.COLOCATED else RefActorMode.COLOCATED
@@ -126,6 +144,8 @@ def decide_update_mode(
     )
 
 
-def _choice(load: UpdateLoad, costs: PassCosts, ranks: int) -> RefActorChoice:
-    """What an optimizer step of this load takes in either mode."""
+def _choice(load: UpdateLoad, costs: PassCosts | None, ranks: int) -> RefActorChoice | None:
+    """What an optimizer step of this load takes; None where its costs are not known."""
+    if costs is None:
+        return None
     return choose_mode(load.ready_s, costs.of_micro_batch(load.micro_batch_tokens), TrainerShape(ranks=ranks))

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Final, Protocol
 
 from pearl_planner.ref_actor import RefActorMode
-from pearl_planner.update_mode import PassCosts, UpdateLoad, UpdateMode, decide_update_mode
+from pearl_planner.update_mode import ModeCosts, PassCosts, UpdateLoad, UpdateMode, decide_update_mode
 from pearl_rl.training.batch import MicroBatch, MiniBatch, TrainBatch, plan_update
 from pearl_rl.training.options import TrainerOptions
 from pearl_rl.training.results import RankTimes, UpdateResult
@@ -50,8 +50,8 @@ class UpdateModeRecord:
     decision: UpdateMode
     measured_s: float
     """Of the slowest rank, publication apart, seconds."""
-    costs: PassCosts | None
-    """By which it was decided; None before any measurement."""
+    costs: ModeCosts
+    """By which it was decided; of a mode that never ran there are none."""
 
 
 class AutoRefActor:
@@ -61,7 +61,7 @@ class AutoRefActor:
         trainer.timed = True
         self._trainer = trainer
         self._record = record
-        self._costs: PassCosts | None = None
+        self._costs: dict[RefActorMode, PassCosts] = {}
         self._warm = False
         """Whether the ranks made an update since they were formed: the first is slower than any other."""
         self._behind_s = 0.0
@@ -73,7 +73,8 @@ class AutoRefActor:
 
     async def update(self, batch: TrainBatch) -> UpdateResult:
         """See `LocalTrainer.update`; the ranks are formed anew before where that pays."""
-        trainer, costs = self._trainer, self._costs
+        trainer = self._trainer
+        costs = dict(self._costs)
         decision = self._decide(batch)
         if decision.changes:
             await trainer.form_anew(reference_rank=decision.mode is RefActorMode.DECOUPLED)
@@ -84,8 +85,8 @@ class AutoRefActor:
         self._warm = True
         self._behind_s = 0.0 if decision.changes else decision.behind_s
         if warm:
-            found = measured_costs(batch, trainer.options, result.times, costs)
-            self._costs = found if costs is None else costs.towards(found, _WEIGHT)
+            found, known = measured_costs(batch, trainer.options, result.times, costs), costs.get(self.mode)
+            self._costs[self.mode] = found if known is None else known.towards(found, _WEIGHT)
         measured_s = max(times.update_s for times in result.times)
         self._record(UpdateModeRecord(version=result.version, decision=decision, measured_s=measured_s, costs=costs))
         return result
@@ -115,7 +116,7 @@ def load_of(batch: TrainBatch, options: TrainerOptions, actors: int) -> UpdateLo
 
 
 def measured_costs(
-    batch: TrainBatch, options: TrainerOptions, times: Sequence[RankTimes], known: PassCosts | None
+    batch: TrainBatch, options: TrainerOptions, times: Sequence[RankTimes], known: ModeCosts
 ) -> PassCosts:
     """What passes cost in an update of `batch`, by what each rank took. Decoupled nothing is swapped: as `known`."""
     actors = times[: len(times) - options.reference_rank]
@@ -124,7 +125,8 @@ def measured_costs(
     actor_s = fmean(rank.update_s - rank.asking_s for rank in actors) / tokens
     if options.reference_rank:
         scored = options.epochs * sum(_padded(batch, micro) for step in plan for share in step.ranks for micro in share)
-        swap_s = 0.0 if known is None else known.swap_s
+        colocated = known.get(RefActorMode.COLOCATED)
+        swap_s = 0.0 if colocated is None else colocated.swap_s
         return PassCosts(reference_s=times[-1].scoring_s / scored, actor_s=actor_s, swap_s=swap_s)
     swapping_s = fmean(rank.asking_s - rank.scoring_s for rank in actors)
     return PassCosts(
