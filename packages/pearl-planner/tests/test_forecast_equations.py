@@ -366,6 +366,13 @@ def test_the_speed_counts_busy_intervals_and_no_idle_time() -> None:
     assert speed.tokens_per_s(1000, profiled_fresh_per_s=7.0) == pytest.approx(3000 / 4)
 
 
+def test_a_speed_is_above_zero_also_where_prompts_were_empty() -> None:
+    speed = BusySpeed()
+    speed.began(A, 0.0)
+    speed.served(A, 0, 1.0)
+    assert speed.tokens_per_s(0, profiled_fresh_per_s=50.0) == 1.0, "a request a second, of a token at least"
+
+
 def test_an_interval_that_was_cut_is_no_measurement() -> None:
     speed = BusySpeed()
     speed.began(A, 0.0)

@@ -230,9 +230,14 @@ def test_nothing_is_remembered_of_groups_that_are_over() -> None:
     for number in range(5):
         for change in life(f"t{number}", 100.0 * number, [(1000, 1.0, 5.0, 1.0)]):
             predictor.observe(change)
+    # Its environment ended before it asked for anything.
+    record = follow_up(member("silent", predictor), P.REWARD, 9.0)
+    predictor.observe(record)
+    predictor.observe(follow_up(record, P.DONE, 9.0, accepted=True))
     history = predictor.history
     assert not history.group_prompt
     assert not history.fresh
+    assert not history._sampled_s
 
 
 def member(name: str, predictor: WorkloadPredictor) -> PhaseChange:

@@ -242,6 +242,7 @@ class History:
     def _forget(self, trajectory: TrajectoryId, group: GroupId) -> None:
         self.fresh.pop(trajectory, None)
         self._served.pop(trajectory, None)
+        self._sampled_s.pop(trajectory, None)
         left = self._living.pop(group, 0) - 1
         if left > 0:
             self._living[group] = left
@@ -271,7 +272,6 @@ class History:
             self._taken(before, change.at_s)
         self._forget(change.trajectory, change.group)
         self._not_returning(change.trajectory)
-        self._sampled_s.pop(change.trajectory, None)
 
     def first_tokens(self, record: PhaseChange) -> float:
         """x̂ of a trajectory that has not asked yet: its group's prompt where known, else its task's mean."""

@@ -185,7 +185,7 @@ class BusySpeed:
         if not self._measured:
             return profiled_fresh_per_s / fresh
         known = self._measured.get(_profile(prompt_tokens, fresh))
-        if known is not None:
+        if known is not None and known.tokens > 0.0:
             return known.tokens / known.busy_s
         prompt_tokens = max(1.0, prompt_tokens)
         return prompt_tokens / self._line.seconds(1.0, fresh * prompt_tokens)
