@@ -144,6 +144,12 @@ def test_an_override_is_toml_or_else_a_bare_string(text, value):
     assert parse_override(text) == (("a", "b"), value)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = written(tmp_path, "\ufeff[run]\nsteps = 7\n")
+    assert load_settings(path).settings.run.steps == 7
+    assert load_scenario(str(path)).run.steps == 7
+
+
 def test_an_override_may_set_a_whole_table():
     resolved = load_settings(None, ["train={group_size = 4, groups_per_step = 16}", "rollout.batch_size=64"])
     assert (resolved.settings.train.group_size, resolved.settings.train.groups_per_step) == (4, 16)
@@ -199,6 +205,7 @@ def test_one_wrong_letter_still_finds_the_key(path, position):
     ("override", "rule"),
     [
         ("rollout.batch_size=nan", "rollout.batch_size = nan: must be a whole number"),
+        ("telemetry.otlp_endpoint=localhost:4318", "must begin with http:// or https://, like http://localhost:4318"),
         ("train.learning_rate=inf", "must be a finite number"),
         ("train.learning_rate=nan", "must be a finite number"),
         ("train.learning_rate=1e400", "must be a finite number"),

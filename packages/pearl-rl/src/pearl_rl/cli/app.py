@@ -25,7 +25,7 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 _INTERRUPTED = 128 + signal.SIGINT
 """What typer gives for Ctrl-C."""
 _OF_A_PATH = frozenset(
-    {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EROFS}
+    {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EROFS}
 )
 """Errors of a path that a person gave, wherever it is looked at first."""
 

@@ -122,7 +122,8 @@ def parse_override(text: str) -> tuple[KeyPath, Any]:
 def _read(config: Path) -> str:
     """The text of a configuration file."""
     try:
-        return config.read_text(encoding="utf-8")
+        # With or without the mark that some editors begin a file with.
+        return config.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise SettingsError(f"{config}: no such file; give a TOML file, or none for the default job") from None
     except UnicodeDecodeError:

@@ -244,7 +244,7 @@ def _document(source: str) -> tuple[dict[str, Any], str]:
             f"no scenario '{short(source)}': give a TOML file, or one of {', '.join(BUNDLED)} (nearest: {near})"
         )
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), source
+        return tomllib.loads(path.read_text(encoding="utf-8-sig")), source
     except OSError as error:
         raise SettingsError(f"{source}: cannot be read ({error.strerror}); give a TOML file") from None
     except (ValueError, RecursionError) as error:
