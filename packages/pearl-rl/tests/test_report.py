@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pearl_rl.cli.app import app
+from pearl_rl.errors import CommandError
 from pearl_rl.report.charts import CHARTS, LEARNING, staleness_histogram, step_shares
 from pearl_rl.report.diagnosis import Level, diagnose, reward_ends
 from pearl_rl.report.page import comparison_page, flat, lent_gpu_seconds, run_page, script_json, tiles
@@ -228,12 +229,27 @@ def test_no_string_of_a_run_becomes_markup(run, folder, tmp_path):
     for line in lines:
         if "decision" in line:
             line["trigger"], line["decision"]["limits"] = HOSTILE, [HOSTILE]
+            line["decision"]["budget_workers"] = HOSTILE
     (tmp_path / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    times = dict.fromkeys(("colocated_s", "decoupled_s", "reform_s"), 1.0)
+    mode = {"mode": HOSTILE, "ras": HOSTILE, "changes": True, **times}
+    (tmp_path / "update_modes.jsonl").write_text(
+        json.dumps({"now_s": 1.0, "version": HOSTILE, "measured_s": 1.0, "decision": mode}) + "\n"
+    )
     page = Page(run_page(read_run(tmp_path)))
     assert page.loads == []
     assert page.tags.count("script") == 2
     assert "img" not in page.tags
     assert any("alert(1)" in text for text in page.text)
+
+
+def test_a_figure_that_is_none_is_one_line(folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(text.replace('"staleness_max":', '"staleness_max":"x","_":'))
+    with pytest.raises(CommandError, match="cannot be read as a run .*; is a file of it damaged"):
+        run_page(read_run(tmp_path))
 
 
 @given(st.text())

@@ -10,7 +10,7 @@ from typing import Any
 from pearl_rl.presentation.words import gain_words, reason_words, seconds
 from pearl_rl.report.charts import CHARTS, COLOURS, LEARNING, Chart, makespans, staleness_histogram
 from pearl_rl.report.diagnosis import diagnose, reward_ends
-from pearl_rl.report.lines import finite
+from pearl_rl.report.lines import finite, of_run
 from pearl_rl.report.run_record import PARTS, RunRecord, step_tokens
 from pearl_rl.report.svg import number
 from pearl_rl.report.thinning import sums
@@ -64,20 +64,21 @@ def document(title: str, content: str, *, script: str = "report.js", policy: str
 
 
 def body(run: RunRecord) -> str:
-    """Everything about one run."""
-    return "".join(
-        (
-            _head(run),
-            _tiles(run),
-            _diagnosis(run),
-            '<div class="readout" aria-live="polite" hidden></div>',
-            *(_part(run, chart) for chart in CHARTS if not (run.simulated and chart.key in LEARNING)),
-            _decisions(run),
-            _update_modes(run),
-            _settings(run),
-            _data(run),
+    """Everything about one run. Raises `CommandError` where a file of it holds something else than a run writes."""
+    with of_run(run.path):
+        return "".join(
+            (
+                _head(run),
+                _tiles(run),
+                _diagnosis(run),
+                '<div class="readout" aria-live="polite" hidden></div>',
+                *(_part(run, chart) for chart in CHARTS if not (run.simulated and chart.key in LEARNING)),
+                _decisions(run),
+                _update_modes(run),
+                _settings(run),
+                _data(run),
+            )
         )
-    )
 
 
 def _head(run: RunRecord) -> str:
@@ -249,7 +250,7 @@ def _decision(line: Mapping[str, Any]) -> str:
     return (
         f'<details class="decision" data-kind="{"switch" if switch else "stay"}"><summary>'
         f'<span class="when">{seconds(line["now_s"])}</span><b>{escape(change)}</b>'
-        f'<span class="why">{escape(reason)}{gain} · {escape(line["trigger"])}, {decision["budget_workers"]} workers'
+        f'<span class="why">{escape(reason)}{gain} · {escape(line["trigger"])}, {escape(str(decision["budget_workers"]))} workers'
         f"</span></summary>{_candidates(decision)}{_consequences(line)}</details>"
     )
 
@@ -326,9 +327,8 @@ def _update_modes(run: RunRecord) -> str:
         times = (decision["colocated_s"], decision["decoupled_s"], line["measured_s"], decision["reform_s"])
         cells = "".join(f"<td>{'–' if value is None else seconds(value)}</td>" for value in times)
         change = " (formed anew)" if decision["changes"] else ""
-        rows += (
-            f"<tr><td>{line['version']}</td><td>{decision['mode']}{change}</td><td>{decision['ras']}</td>{cells}</tr>"
-        )
+        told = (line["version"], f"{decision['mode']}{change}", decision["ras"])
+        rows += f"<tr>{''.join(f'<td>{escape(str(value))}</td>' for value in told)}{cells}</tr>"
     if not rows:
         return ""
     names = ("version", "mode", "ready micro-batches", "colocated", "decoupled", "measured", "forming anew")
