@@ -248,7 +248,7 @@ def test_a_figure_that_is_none_is_one_line(folder, tmp_path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     text = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(text.replace('"staleness_max":', '"staleness_max":"x","_":'))
-    with pytest.raises(CommandError, match="cannot be read as a run .*; is a file of it damaged"):
+    with pytest.raises(CommandError, match=r"cannot be read as a run .*; is a file of it damaged"):
         run_page(read_run(tmp_path))
 
 

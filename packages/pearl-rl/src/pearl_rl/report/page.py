@@ -247,11 +247,12 @@ def _decision(line: Mapping[str, Any]) -> str:
     change = f"{before or 'nothing'} → {after}" if before != after else f"stays {after}"
     reason = reason_words(Reason(decision["reason"]))
     gain = gain_words(decision["gain_s"], taken=switch)
+    asked = f"{line['trigger']}, {decision['budget_workers']} workers"
     return (
         f'<details class="decision" data-kind="{"switch" if switch else "stay"}"><summary>'
         f'<span class="when">{seconds(line["now_s"])}</span><b>{escape(change)}</b>'
-        f'<span class="why">{escape(reason)}{gain} · {escape(line["trigger"])}, {escape(str(decision["budget_workers"]))} workers'
-        f"</span></summary>{_candidates(decision)}{_consequences(line)}</details>"
+        f'<span class="why">{escape(reason)}{gain} · {escape(asked)}</span></summary>'
+        f"{_candidates(decision)}{_consequences(line)}</details>"
     )
 
 
