@@ -53,6 +53,8 @@ class Script:
     batching: bool = False
     readiness: bool = False
     evaluate_every: int = 0
+    told_after_s: float = 0.0
+    """From when newer weights can be loaded until the planner is told of them."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -83,6 +85,8 @@ def draw(seed: int) -> Script:
         batching=rng.random() < 0.3,
         readiness=rng.random() < 0.3,
         evaluate_every=rng.choice((0, 0, 1, 2)),
+        # Longer than a load takes.
+        told_after_s=rng.choice((0.0, 0.0, 0.0, 6.0)),
     )
     if script.policy == "pearl":
         return script

@@ -518,6 +518,9 @@ class Life:
         await asyncio.sleep(0.2)
         machine.disk.publish(snapshot.version, machine.trained)
         machine.weights.publish(snapshot.version)
+        if self.script.told_after_s:
+            # Whoever loads them meanwhile is ahead of what the planner knows.
+            await asyncio.sleep(self.script.told_after_s)
 
     # ---- what the control plane tells ------------------------------------------------------------------------------
 

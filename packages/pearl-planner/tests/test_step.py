@@ -217,6 +217,22 @@ def test_who_joins_with_older_weights_than_others_serve_waits_for_newer_ones() -
     assert len(world.state.table.active()) == 3
 
 
+def test_who_has_weights_of_which_the_planner_is_not_told_yet_is_in_no_plan_until_it_is() -> None:
+    """Any plan would end without it, at once, and the next one would be the same."""
+    world = World(start(Borrowing.OFF))
+    world.post(offer(10, 11, tenure=Tenure.RESERVED))
+    world.settle()
+    world.post(offer(12))
+    ((_, group),) = world.pending
+    world.pending.clear()
+    newest = {worker.id: 1 for worker in group.workers}
+    world.post(events.GroupPrepared(now_s=1.0, plan_id=group.plan_id, reported=newest, duration_s=1.0))
+    assert world.pending == []
+    world.post(events.WeightsPublished(now_s=1.0, version=1))
+    world.settle()
+    assert len(world.state.table.active()) == 3
+
+
 def test_training_is_granted_only_after_every_borrowed_gpu_came_back() -> None:
     world = World(start())
     world.post(offer(10, 11, tenure=Tenure.RESERVED))

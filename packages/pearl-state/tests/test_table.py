@@ -388,3 +388,8 @@ def test_a_table_that_no_changes_lead_to_is_told_from_one_that_they_do(change, i
 def test_a_table_that_mixes_both_modes_has_no_configuration() -> None:
     with pytest.raises(ConfigurationError, match="mixes colocated"):
         activate(activate(mixed_table(), 0, 1), 2).configuration  # noqa: B018
+
+
+def test_a_worker_may_be_ahead_of_the_target_and_a_table_with_it_is_read_again() -> None:
+    """It loads what is newest, and may be up with it before the event that tells of it."""
+    activate(mixed_table(), 2).report(WorkerId(2), 99).check()

@@ -39,9 +39,16 @@ def wanted(state: ElasticState) -> frozenset[WorkerId]:
 
 
 def standby(state: ElasticState) -> frozenset[WorkerId]:
-    """Workers that are ready to be admitted: nothing is under way with them."""
-    busy = in_flight(state)
-    return frozenset(id_ for id_ in state.table.where(Lifecycle.PENDING_WEIGHTS) if id_ not in busy)
+    """Workers that are ready to be admitted: nothing is under way with them.
+
+    Who loaded weights of which the planner is about to be told waits for that: no plan could admit it before.
+    """
+    busy, table = in_flight(state), state.table
+    return frozenset(
+        id_
+        for id_ in table.where(Lifecycle.PENDING_WEIGHTS)
+        if id_ not in busy and (table.rows[id_].weight_version or 0) <= table.target_version
+    )
 
 
 def in_flight(state: ElasticState) -> frozenset[WorkerId]:
