@@ -190,6 +190,31 @@ def test_a_checkpoint_that_a_rank_cannot_write_is_none_and_names_the_rank(loop, 
     assert not list(tmp_path.glob(".partial*"))
 
 
+def test_what_a_late_rank_wrote_is_removed_with_the_next_checkpoint_that_begins_whatever_failed_between(
+    loop, trainer, tmp_path
+):
+    one = trainer(ranks=1)
+    loop.run(one.start())
+
+    async def late():
+        saving = await one.begin_checkpoint(tmp_path / "checkpoint")
+        partial = tmp_path / ".partial-checkpoint-1"
+        (partial / "written").mkdir(parents=True, exist_ok=True)
+        (partial / "written" / "rank00000").write_text("OSError: a disk that hesitates")
+        with pytest.raises(TrainerError, match="a disk that hesitates"):
+            await saving
+        partial.mkdir(exist_ok=True)
+        (partial / "shard-00001.safetensors").write_bytes(b"late")
+
+    loop.run(late())
+    os.kill(one.pids[0], signal.SIGKILL)
+    with pytest.raises(TrainerLostError):
+        loop.run(one.save_checkpoint(tmp_path / "checkpoint"))
+    loop.run(one.recover())
+    loop.run(one.save_checkpoint(tmp_path / "checkpoint"))
+    assert not list(tmp_path.glob(".partial*"))
+
+
 def test_lost_ranks_begin_anew_on_the_newest_weights_with_the_moments_of_the_checkpoint(loop, trainer, tmp_path):
     steady, shaken = trainer("steady"), trainer("shaken")
     for one in (steady, shaken):

@@ -92,7 +92,7 @@ class LocalTrainer:
         self._saving: asyncio.Task[None] | None = None
         self._attempts = itertools.count(1)
         self._partial: Path | None = None
-        """Where the newest checkpoint was written before it was complete."""
+        """Where the newest checkpoint that began was written before it was complete."""
 
     @property
     def ranks(self) -> int:
@@ -222,12 +222,12 @@ class LocalTrainer:
         await self._settle_checkpoint()
         # A name of its own: where an earlier one failed, its ranks may still be writing.
         partial = _fresh(path.with_name(f".partial-{path.name}-{next(self._attempts)}"))
-        before, self._partial = self._partial, partial
         try:
             answers = await self._group.call_all("save", {"folder": _absolute(partial)}, self._limits.checkpoint_s)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        before, self._partial = self._partial, partial
         if before is not None:
             # Where that one failed, a rank may have written on after its folder was removed; it is through by now.
             await _discard(before)
