@@ -268,6 +268,8 @@ def test_a_bad_value_is_one_line_with_the_key_and_the_rule(override, rule):
         (["planner.policy=fixed", "planner.configuration=0C"], ["without workers"]),
         (["planner.policy=fixed", "planner.configuration=2D"], ["2P3D"]),
         (["planner.policy=pearl", "planner.configuration=2C"], ["leave planner.configuration empty"]),
+        (["limits.executor.sync_s=300"], ["limits.executor.sync_s = 300", "use limits.rollout.no_worker_s=300"]),
+        (["limits.executor.start_s=61"], ["limits.executor.start_s = 61", "use limits.rollout.no_worker_s=61 or more"]),
         (["planner.mode_threshold=0"], ["use planner.mode_threshold="]),
         (["rollout.temperature=0"], ["nothing is learned"]),
     ],

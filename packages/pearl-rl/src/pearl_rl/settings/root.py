@@ -231,6 +231,19 @@ def _thresholds(settings: Settings) -> Iterator[Contradiction]:
         )
 
 
+def _waits(settings: Settings) -> Iterator[Contradiction]:
+    # Calls wait while the first workers start, and those of new samples for one that has loaded the newest weights.
+    waits_s = settings.limits.rollout.no_worker_s
+    for name, words in (("sync_s", "load weights that were just published"), ("start_s", "start")):
+        takes_s = getattr(settings.limits.executor, name)
+        if waits_s < takes_s:
+            yield Contradiction(
+                ("limits.rollout.no_worker_s", f"limits.executor.{name}"),
+                f"workers may take limits.executor.{name}={takes_s:g} to {words}, and calls that wait for them would "
+                f"be given up before; use limits.rollout.no_worker_s={takes_s:g} or more",
+            )
+
+
 def _sampling(settings: Settings) -> Iterator[Contradiction]:
     if settings.rollout.temperature == 0 and settings.train.learning_rate > 0:
         yield Contradiction(
@@ -319,6 +332,7 @@ _RULES: tuple[Callable[[Settings], Iterator[Contradiction]], ...] = (
     _availability,
     _policy,
     _thresholds,
+    _waits,
     _sampling,
     _ref_actor,
     _sglang,
