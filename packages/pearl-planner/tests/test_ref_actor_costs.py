@@ -19,12 +19,14 @@ from pearl_planner.ref_actor import (
     RefActorMode,
     TrainerShape,
     arrivals,
+    backlog_s,
     break_even_ras,
     choose_mode,
     colocated_pipeline_s,
     colocated_s,
     decoupled_pipeline_s,
     decoupled_s,
+    fastest_references,
     signals,
 )
 
@@ -179,3 +181,25 @@ def test_every_sequence_is_dispatched_once_and_loads_are_even(lengths: list[int]
     assert sums[-1] == min(sums) or len(sums) == 1
     for dealt in (logical_groups(lengths, ranks * 2, 2),):
         assert sorted(i for group in dealt for members in group for i in members) == everything
+
+
+@settings(max_examples=50)
+@given(st.tuples(*[st.floats(0.0, 10.0)] * 4), st.integers(1, 64), st.integers(1, 9))
+def test_no_number_of_reference_ranks_is_through_a_backlog_before_the_fastest(
+    seconds: tuple[float, float, float, float], micro_batches: int, ranks: int
+) -> None:
+    costs = MicroBatchCosts(
+        ref_forward_s=seconds[0], actor_forward_s=seconds[1], actor_backward_s=seconds[2], swap_s=seconds[3]
+    )
+
+    def took(references: int) -> float:
+        return backlog_s(micro_batches, costs, actors=ranks - references, references=references)
+
+    assert took(fastest_references(micro_batches, costs, ranks)) == min(took(number) for number in range(ranks))
+
+
+def test_two_ranks_may_be_one_of_each() -> None:
+    """64 x 3 = 192 s with one for the reference; colocated 64 x 4 / 2 = 128 s, and two swaps of 50 s."""
+    assert fastest_references(64, COSTS, 2) == 0
+    slow = MicroBatchCosts(ref_forward_s=1.0, actor_forward_s=1.0, actor_backward_s=2.0, swap_s=50.0)
+    assert fastest_references(64, slow, 2) == 1

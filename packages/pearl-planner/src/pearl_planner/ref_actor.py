@@ -155,7 +155,7 @@ def backlog_s(micro_batches: float, costs: MicroBatchCosts, *, actors: int, refe
 def fastest_references(micro_batches: float, costs: MicroBatchCosts, ranks: int) -> int:
     """Reference ranks with which `ranks` are through a backlog first; 0: colocated. Of equals the fewest."""
     return min(
-        range((ranks + 1) // 2),
+        range(ranks),
         key=lambda references: backlog_s(micro_batches, costs, actors=ranks - references, references=references),
     )
 
