@@ -8,9 +8,7 @@ or not at all: it is written under a temporary name, flushed to disk, renamed, a
 import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -28,7 +26,7 @@ class WeightStoreError(ValueError):
 class WeightStore:
     """A `WeightSource` over a folder with one writer.
 
-    Keeps the newest `keep` versions, and older ones only as long as they are held (`hold`).
+    Keeps the newest `keep` versions.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -36,7 +34,6 @@ class WeightStore:
             raise WeightStoreError(f"keep is {keep}; a weight store keeps at least the newest version")
         self._dir = Path(directory).absolute()
         self._keep = keep
-        self._held: Counter[int] = Counter()
         self._dir.mkdir(parents=True, exist_ok=True)
         self._snapshots, self._newest = self._read_manifest()
         self._remove_strays()
@@ -60,12 +57,6 @@ class WeightStore:
         if self._newest is None:
             raise WeightStoreError(f"no weights were published in {self._dir} yet; publish an initial version first")
         return self._snapshots[self._newest]
-
-    def get(self, version: int) -> WeightSnapshot:
-        """The snapshot of one version. Raises `WeightStoreError` where it is not kept."""
-        if version not in self._snapshots:
-            raise WeightStoreError(f"weight version {version} is not in {self._dir}; kept are {self.versions()}")
-        return self._snapshots[version]
 
     def publish(
         self, version: int, source: str | os.PathLike[str] | Callable[[Path], None], checksum: str = ""
@@ -100,31 +91,18 @@ class WeightStore:
         self._write_manifest({**self._snapshots, version: snapshot}, version)
         self._snapshots[version] = snapshot
         self._newest = version
-        self.prune()
+        self._prune()
         return snapshot
 
-    @contextmanager
-    def hold(self, version: int) -> Iterator[WeightSnapshot]:
-        """Keep `version` on disk inside the `with` block, however many newer ones come."""
-        snapshot = self.get(version)
-        self._held[version] += 1
-        try:
-            yield snapshot
-        finally:
-            self._held[version] -= 1
-            self.prune()
-
-    def prune(self, needed: Collection[int] = ()) -> tuple[int, ...]:
-        """Remove versions that are neither among the newest `keep`, nor held, nor `needed`. Returns those removed."""
-        old = self.versions()[: -self._keep]
-        removed = tuple(v for v in old if self._held[v] == 0 and v not in needed)
+    def _prune(self) -> None:
+        """Remove versions that are not among the newest `keep`."""
+        removed = self.versions()[: -self._keep]
         if not removed:
-            return ()
+            return
         # The manifest first: a crash in between leaves stray folders, never an entry without its files.
         self._write_manifest({v: s for v, s in self._snapshots.items() if v not in removed}, self._newest)
         for version in removed:
             shutil.rmtree(self._snapshots.pop(version).uri, ignore_errors=True)
-        return removed
 
     def _check_version(self, version: int, checksum: str) -> WeightSnapshot | None:
         if version < 0:
