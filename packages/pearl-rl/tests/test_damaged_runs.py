@@ -14,6 +14,7 @@ from pearl_rl.live.server import Dashboard
 from pearl_rl.live.testing import OperableJob
 from pearl_rl.observer import StepRecord
 from pearl_rl.report.whole_file import whole_file
+from pearl_rl.run_folder import joined_decisions
 
 
 def step(number: int, **figures: float) -> StepRecord:
@@ -106,6 +107,14 @@ def test_a_summary_that_is_none_is_one_line(run: Path, capsys: pytest.CaptureFix
     assert (code, error) == (ExitCode.CONFIG, f"pearl-rl: {run}/summary.json: is no JSON object; the file is damaged\n")
 
 
+@pytest.mark.parametrize("control", ['{"url": 5}', '{"token": "x"}', "[]"])
+def test_where_a_run_listens_may_be_damaged_too(run: Path, capsys: pytest.CaptureFixture[str], control: str) -> None:
+    (run / "control.json").write_text(control)
+    code, _, error = say(capsys, "unpin", "--run", run)
+    assert (code, error.count("\n")) == (ExitCode.CONFIG, 1)
+    assert "cannot be read as a run (" in error
+
+
 def test_a_dashboard_says_what_is_damaged_and_goes_on_once_it_is_mended(run: Path) -> None:
     metrics = run / "metrics.jsonl"
     whole = metrics.read_text()
@@ -151,3 +160,10 @@ def test_what_is_no_file_is_written_as_it_is_and_a_link_stays_one(tmp_path: Path
         part.write_text("half \ud800", encoding="utf-8")
     assert target.read_text() == "after"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_what_a_step_took_is_told_of_its_decision_also_where_one_before_it_was_taken_out() -> None:
+    decisions: list[dict[str, object]] = [{"number": number, "decision": {}} for number in range(3)]
+    measured = [{"number": number, "step": number} for number in range(3)]
+    found = joined_decisions([*decisions[:1], *decisions[2:], *measured])
+    assert [(line["number"], [one["step"] for one in line["measured"]]) for line in found] == [(0, [0]), (2, [2])]

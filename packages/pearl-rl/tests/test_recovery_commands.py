@@ -162,6 +162,20 @@ def test_a_run_that_made_all_its_steps_is_left_as_it_is(run) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+@pytest.mark.parametrize("file", ["decisions.jsonl", "metrics.jsonl"])
+def test_a_damaged_line_is_named_before_a_run_goes_on(run, file) -> None:
+    folder = run[0]
+    (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000001" / "run.json").write_text("{}")
+    (folder / file).write_text("{}\n[1\n")
+    (folder / "summary.json").write_text('{"steps": "many"}')
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(CommandError, match=rf"{file}: line 2 is no JSON object .*; the file is damaged"):
+        resume_run(folder, as_json=False, plain=True)
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after == before
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("left", ["nothing", "a torn snapshot", "a first snapshot"])
 def test_a_run_that_ended_before_it_played_anything_begins_anew_with_its_settings(run, monkeypatch, left) -> None:

@@ -245,11 +245,14 @@ def read_decisions(path: Path) -> list[dict[str, Any]]:
 def joined_decisions(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of `decisions.jsonl` as `read_decisions` gives them."""
     decisions: list[dict[str, Any]] = []
+    numbered: dict[int, dict[str, Any]] = {}
     for line in lines:
         if "decision" in line:
             decisions.append({**line, "measured": []})
-        else:
-            decisions[line["number"]]["measured"].append(line)
+            numbered[line["number"]] = decisions[-1]
+        elif line["number"] in numbered:
+            # Else its decision was a line that got damaged, and was taken out.
+            numbered[line["number"]]["measured"].append(line)
     return decisions
 
 

@@ -14,7 +14,8 @@ from pearl_rl.journal.frames import JournalError
 from pearl_rl.journal.journal import Journal, read
 from pearl_rl.journal.run_journal import Recovered, apply, begun, recover
 from pearl_rl.journal.storage import FolderStorage
-from pearl_rl.run_folder import SUMMARY, RunFolder
+from pearl_rl.report.lines import read_lines
+from pearl_rl.run_folder import METRICS, SUMMARY, RunFolder
 from pearl_rl.run_lock import RunLock
 from pearl_rl.run_of_train import require_run
 from pearl_rl.settings import Settings, load_settings
@@ -29,13 +30,16 @@ def resume_run(run_dir: Path, *, as_json: bool, plain: bool) -> ExitCode:
 
     settings = _settings(run_dir)
     done = _summary(run_dir)
-    if done.get("steps", 0) >= settings.run.steps:
+    steps = done.get("steps", 0)
+    if isinstance(steps, int) and steps >= settings.run.steps:
         print(
             json.dumps(done) if as_json else f"{run_dir}: all its {done['steps']} steps are made; nothing is left to do"
         )
         return ExitCode.OK
     with RunLock(run_dir):
         goes_on = _goes_on(run_dir, settings)
+        if goes_on:
+            _check_lines(run_dir)
         check_installed(settings)
         from pearl_rl.compose import train
 
@@ -55,6 +59,13 @@ def _summary(run_dir: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _check_lines(run_dir: Path) -> None:
+    """Raise `CommandError` where a file is damaged that a run reads to go on behind it."""
+    for name in ("decisions.jsonl", METRICS):
+        for _ in read_lines(run_dir / name):
+            pass
 
 
 def _goes_on(run_dir: Path, settings: Settings) -> bool:

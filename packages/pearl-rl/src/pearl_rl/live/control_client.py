@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pearl_rl.control.control_server import CONTROL_FILE, read_control
 from pearl_rl.errors import CommandError, ExitCode
+from pearl_rl.report.lines import of_run
 from pearl_rl.report.run_record import read_configuration
 from pearl_rl.run_folder import SCENARIO_JSON
 from pearl_rl.run_lock import held
@@ -21,15 +22,17 @@ async def send_command(run: Path, command: Mapping[str, Any]) -> Mapping[str, An
     control = read_control(run)
     if control is None:
         raise CommandError(f"{run}: {_why_silent(run)}")
-    address = urlsplit(control["url"])
+    with of_run(run):
+        address = urlsplit(str(control["url"]))
+        host, port, token = address.hostname, address.port, control["token"]
     body = json.dumps(command).encode()
     head = (
-        f"POST /commands HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {control['token']}\r\n"
+        f"POST /commands HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {token}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     try:
         async with asyncio.timeout(_ANSWER_S):
-            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            reader, writer = await asyncio.open_connection(host, port)
             try:
                 writer.write(head.encode() + body)
                 await writer.drain()
