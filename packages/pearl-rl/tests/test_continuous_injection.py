@@ -78,7 +78,7 @@ def test_a_group_is_due_when_one_more_version_would_make_a_sample_of_it_too_old(
     assert [buffer.due(version) for version in (1, 2, 3)] == [0, 0, 1]
 
 
-def straggling(patience: float) -> SimulationResult:
+def straggling(patience: float, *, staleness: int = 1, steps: int = 6, seed: int = 1) -> SimulationResult:
     """A few trajectories are far longer than the others."""
     return simulate(
         scenario_from(
@@ -86,7 +86,12 @@ def straggling(patience: float) -> SimulationResult:
                 "name": "straggling",
                 "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
                 "availability": {"trace": "none"},
-                "rollout": {"batch": 16, "group_size": 4, "straggler_patience": patience},
+                "rollout": {
+                    "batch": 16,
+                    "group_size": 4,
+                    "max_staleness": staleness,
+                    "straggler_patience": patience,
+                },
                 "workload": {
                     "max_turns": 60,
                     "max_context_tokens": 32_768,
@@ -98,7 +103,7 @@ def straggling(patience: float) -> SimulationResult:
                     "tool_scale": 0.2,
                 },
                 "policy": {"name": "pearl+tiderl"},
-                "run": {"steps": 6, "seed": 1},
+                "run": {"steps": steps, "seed": seed},
             }
         )
     )
@@ -209,3 +214,26 @@ def test_at_the_wall_limit_nothing_enters_any_more_and_what_is_under_way_is_trai
     assert len(cut.steps) == 4
     assert sum(step.trajectories for step in cut.steps) == 64 - cut.counts.dropped_trajectories
     assert cut.counts.lost_trajectories == 0
+
+
+def test_old_groups_are_not_left_behind_young_ones_in_such_numbers_that_some_become_too_old() -> None:
+    """Two groups an update and a bound of 2: of three that the next update must take, this one takes one."""
+    buffer = GroupBuffer(StalenessBound(max_staleness=2, batch=4), group_size=2, max_refills_per_group=1)
+    for group, version in (("a", 0), ("b", 0), ("c", 0), ("d", 1), ("e", 1)):
+        buffer.open(GroupId(group))
+        for number in range(2):
+            buffer.dispatch(GroupId(group), TrajectoryId(f"{group}{number}"), version)
+    for id_ in ("d0", "d1", "e0", "e1"):
+        buffer.complete(sample(id_, id_[0], 1), 1)
+    buffer.complete(sample("b0", "b"), 1)
+    assert (buffer.ready(), buffer.due(1)) == (2, 1)
+    buffer.complete(sample("b1", "b"), 1)
+    assert (buffer.ready(), buffer.due(1)) == (3, 0)
+    assert [used.trajectory.group for used in buffer.take(2, 1)] == ["b", "b", "d", "d"]
+
+
+def test_after_a_cold_start_under_a_wide_bound_nothing_is_thrown_away_and_training_waits_for_no_refill() -> None:
+    result = straggling(0.0, staleness=6, steps=9, seed=2)
+    assert (result.counts.rejected_stale, result.counts.dropped_trajectories) == (0, 0)
+    assert max(step.staleness_max for step in result.steps) == 6
+    assert max(step.wait_grant_s for step in result.steps) < 60.0

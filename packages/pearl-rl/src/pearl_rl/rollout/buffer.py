@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from pearl_planner.staleness import AgeingGroup, awaited
 from pearl_rl.rollout.counts import BufferCounts
 from pearl_rl.rollout.ledger import OpenGroup
 from pearl_state.trajectory import GroupId, Trajectory, TrajectoryId
@@ -76,6 +77,10 @@ class _Group:
     complete: list[tuple[Trajectory, int]] = field(default_factory=list[tuple[Trajectory, int]])
     """With the trainer's version when it came back."""
     failures: int = 0
+
+    def oldest(self, version: int) -> int:
+        """The trainer's version at the dispatch of its oldest sample; `version` where it has none."""
+        return min((*self.outstanding.values(), *(sample.dispatch_version for sample, _ in self.complete), version))
 
 
 class GroupBuffer:
@@ -196,14 +201,21 @@ class GroupBuffer:
         return sum(len(state.complete) == state.size for state in self._groups.values())
 
     def due(self, version: int) -> int:
-        """How many incomplete groups hold a sample that would be too old after one more version of the trainer."""
-        return sum(self._is_due(state, version) for state in self._groups.values())
+        """How many incomplete groups an update at this version must wait for, lest samples become too old."""
+        return len(self._awaited(version))
 
-    def _is_due(self, state: _Group, version: int) -> bool:
-        oldest = version - self._bound.max_staleness
-        return len(state.complete) < state.size and (
-            any(stamp <= oldest for stamp in state.outstanding.values())
-            or any(trajectory.dispatch_version <= oldest for trajectory, _ in state.complete)
+    def _awaited(self, version: int) -> tuple[GroupId, ...]:
+        bound = self._bound
+        return awaited(
+            [
+                AgeingGroup(
+                    id=id_,
+                    later=state.oldest(version) + bound.max_staleness - version,
+                    missing=state.size - len(state.complete),
+                )
+                for id_, state in self._groups.items()
+            ],
+            bound.batch // self._size,
         )
 
     def give_up_due(self, version: int) -> list[tuple[GroupId, TrajectoryId]]:
@@ -213,8 +225,9 @@ class GroupBuffer:
         what was dropped.
         """
         dropped: list[tuple[GroupId, TrajectoryId]] = []
-        for id_, state in self._groups.items():
-            if self._is_due(state, version) and len(state.complete) >= _LEAST_SAMPLES:
+        for id_ in self._awaited(version):
+            state = self._groups[id_]
+            if len(state.complete) >= _LEAST_SAMPLES:
                 dropped += [(id_, trajectory) for trajectory in state.outstanding]
                 state.size = len(state.complete)
                 state.outstanding.clear()

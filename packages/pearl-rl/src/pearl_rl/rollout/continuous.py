@@ -2,10 +2,10 @@
 
 Most of a batch's makespan is its tail: a few long trajectories while the workers are nearly idle. Here the next groups
 are dispatched beside the tail (TideRL sections 2.1 and 4.1), so up to η + 1 batches are under way. The trainer takes
-the groups that were dispatched first. Before an update would make a sample too old, it waits for that sample's group
-rather than throw it away: a step may wait for a straggler, but for one of η updates ago, not of its own batch. With
-`straggler_patience` it waits only so long, then gives up the samples that are missing and trains on their groups
-without them; they count as dropped.
+the groups that were dispatched first. Before an update would make a sample too old, or leave more old groups behind
+than the updates after it can take in time (`pearl_planner.staleness`), it waits for such groups rather than throw them
+away: a step may wait for a straggler, but hardly for one of its own batch. With `straggler_patience` it waits only so
+long, then gives up the samples that are missing and trains on their groups without them; they count as dropped.
 """
 
 import asyncio
@@ -110,7 +110,9 @@ class ContinuousPipeline(PipelineScheduler):
         while await self._ready(batch):
             self._finish(batch)
             self._steps_s.append(batch.makespan_s)
-            self._request_training(batch)
+            if not self._buffer.stale_ids(self._version):
+                # Else their successors come first: while training holds its GPUs they would be long in coming.
+                self._request_training(batch)
             following = self._begin(batch.step + 1) if batch.step < settings.steps else None
             await self._step(batch)
             if following is None:
@@ -151,8 +153,8 @@ class ContinuousPipeline(PipelineScheduler):
                 raise
             raise RolloutTimeoutError(
                 f"step {batch.step}: {self._buffer.ready()} of {settings.groups_per_step} groups are ready after "
-                f"{settings.batch_s:g} s, {self._buffer.due(self._version)} of those missing are as old as they may "
-                f"be; requests on workers: {sum(self._router.loads().values()):g}"
+                f"{settings.batch_s:g} s, {self._buffer.due(self._version)} of those missing must be in it, or "
+                f"samples become too old; requests on workers: {sum(self._router.loads().values()):g}"
             ) from error
         finally:
             if patience is not None:
