@@ -133,6 +133,19 @@ def test_a_run_that_begins_says_so_and_one_that_is_silent_too(tmp_path):
         assert later.state() == "silent"
 
 
+def test_another_run_in_the_same_folder_leaves_nothing_of_the_one_before(operated):
+    """`resume` begins a run anew that had not played anything."""
+    follower, path = Follower(operated.path), operated.path
+    follower.refresh()
+    assert follower.view()["news"]
+    for name in ("events", "decisions", "table", "loads", "metrics"):
+        (path / f"{name}.jsonl").unlink()
+        (path / f"{name}.jsonl").touch()
+    follower.refresh()
+    seen = follower.view()
+    assert (seen["news"], seen["decisions"], seen["workers"], seen["batch"], seen["decoding"]) == ([], [], [], 0, 0)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"settings": '])
 def test_a_damaged_or_half_written_configuration_is_one_line_whatever_is_asked(tmp_path, capsys, text):
     path = tmp_path / "run"

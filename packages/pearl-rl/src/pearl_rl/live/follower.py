@@ -33,6 +33,15 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = self._lines = 0
+        self._inode: int | None = None
+
+    def begins_anew(self) -> bool:
+        """Whether the file is another one than was read until now: another run began in this folder."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return self._offset > 0
+        return now.st_size < self._offset or self._inode not in (None, now.st_ino)
 
     def read(self) -> Iterator[dict[str, Any]]:
         """What was added since the last call; a line that is being written comes with a later one.
@@ -41,9 +50,9 @@ class Tail:
         """
         try:
             with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    # A torn line was cut off, or another run began in this folder.
+                if self.begins_anew():
                     self._offset = self._lines = 0
+                self._inode = os.fstat(file.fileno()).st_ino
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
@@ -65,6 +74,11 @@ class Follower:
         self.config = read_configuration(path)
         self.path = path
         self.simulated = (path / SCENARIO_JSON).is_file()
+        self._wall_s = wall_s or _wall_s
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing was read yet."""
         self.rows: Mapping[int, Mapping[str, Any]] = {}
         self.about: Mapping[str, Any] = {}
         self.loads: Mapping[str, Mapping[str, Any]] = {}
@@ -74,7 +88,6 @@ class Follower:
         self.now_s = 0.0
         self.batch = self.remaining = self.step = 0
         self.reclaims = 0
-        self._wall_s = wall_s or _wall_s
         self._handlers: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
             "events": self._event,
             "decisions": self._decision,
@@ -83,11 +96,13 @@ class Follower:
             "loads": self._loads,
             "update_modes": self._update_mode,
         }
-        self._tails = {name: Tail(path / f"{name}.jsonl") for name in self._handlers}
+        self._tails = {name: Tail(self.path / f"{name}.jsonl") for name in self._handlers}
 
     def refresh(self) -> bool:
         """Read what is new. Returns whether there was anything. Raises `CommandError` where a file is damaged."""
         changed = False
+        if any(tail.begins_anew() for tail in self._tails.values()):
+            self._begin()
         with of_run(self.path):
             for name, tail in self._tails.items():
                 handle = self._handlers[name]
