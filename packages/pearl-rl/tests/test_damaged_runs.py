@@ -101,6 +101,22 @@ def test_a_damaged_file_is_one_line_that_names_it_and_nothing_is_written(
     assert sorted(path.name for path in run.parent.iterdir()) == ["plan.json", "run", "trace.json"]
 
 
+@pytest.mark.parametrize(
+    ("file", "was", "becomes"),
+    [("metrics", '"generated_tokens":500', '"generated_tokens":1e999'), ("table", '"groups":[]', '"groups":[{}]')],
+)
+def test_a_value_of_another_kind_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], file: str, was: str, becomes: str
+) -> None:
+    path = run / f"{file}.jsonl"
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, becomes))
+    code, out, error = say(capsys, "status", run)
+    assert (code, out, error.count("\n")) == (ExitCode.CONFIG, "", 1)
+    assert f"{run}: cannot be read as a run (" in error
+
+
 def test_a_summary_that_is_none_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "summary.json").write_text("5")
     code, _, error = say(capsys, "report", run)

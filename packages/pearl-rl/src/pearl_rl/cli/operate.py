@@ -34,13 +34,9 @@ def run_folder(given: Path | None, parent: Path = Path("runs")) -> Path:
 
 def status(run: Path | None, *, as_json: bool) -> ExitCode:
     """Print what a run looks like now."""
-    view = _view(run_folder(run))
-    if as_json:
-        print(json.dumps(view, allow_nan=False))
-        return ExitCode.OK
     from pearl_rl.live.top import whole
 
-    _print(whole(view))
+    _show(run_folder(run), _view, whole, as_json=as_json)
     return ExitCode.OK
 
 
@@ -55,18 +51,21 @@ def top(run: Path | None, *, every_s: float, once: bool, as_json: bool) -> ExitC
     follower = Follower(run_folder(run))
     if as_json:
         with suppress(KeyboardInterrupt):
-            asyncio.run(_follow(follower, every_s, lambda view: print(json.dumps(view, allow_nan=False), flush=True)))
+            asyncio.run(_follow(follower, every_s, lambda view: print(_line(follower.path, view), flush=True)))
         return ExitCode.OK
     from rich.console import Console
     from rich.live import Live
 
     from pearl_rl.live.top import whole
+    from pearl_rl.report.lines import of_run
 
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
 
         def redraw(view: Mapping[str, Any]) -> None:
-            live.update(whole(view, most_workers=max(4, console.height - 24)), refresh=True)
+            with of_run(follower.path):
+                drawn = whole(view, most_workers=max(4, console.height - 24))
+            live.update(drawn, refresh=True)
 
         with suppress(KeyboardInterrupt):
             asyncio.run(_follow(follower, every_s, redraw))
@@ -123,13 +122,9 @@ def dashboard(run: Path | None, *, host: str, port: int, control: bool, as_json:
 
 def workers(run: Path | None, *, as_json: bool) -> ExitCode:
     """List the workers of a run."""
-    found = _view(run_folder(run))["workers"]
-    if as_json:
-        print(json.dumps(found, allow_nan=False))
-        return ExitCode.OK
     from pearl_rl.live.top import worker_table
 
-    _print(worker_table(found))
+    _show(run_folder(run), lambda folder: _view(folder)["workers"], worker_table, as_json=as_json)
     return ExitCode.OK
 
 
@@ -193,13 +188,30 @@ async def _drained(follower: "Follower", ids: set[int], limit_s: float) -> set[i
         await asyncio.sleep(_POLL_S)
 
 
-def _print(drawn: "RenderableType") -> None:
+def _show(folder: Path, look: Callable[[Path], Any], draw: Callable[[Any], "RenderableType"], *, as_json: bool) -> None:
+    """Print what `look` sees of a run, drawn or as JSON. Raises `CommandError` where a file of it is damaged."""
     from rich.console import Console
 
+    from pearl_rl.report.lines import of_run
+
+    seen = look(folder)
+    if as_json:
+        print(_line(folder, seen))
+        return
+    with of_run(folder):
+        drawn = draw(seen)
     console = Console(highlight=False)
     # Where nobody sees an edge, nothing is cut off at it.
     console.width = console.width if console.is_terminal else max(console.width, 120)
     console.print(drawn)
+
+
+def _line(folder: Path, seen: Any) -> str:
+    """What is seen of a run as one line of JSON. Raises `CommandError` where that is no JSON."""
+    from pearl_rl.report.lines import of_run
+
+    with of_run(folder):
+        return json.dumps(seen, allow_nan=False)
 
 
 def answer_words(answer: Mapping[str, Any]) -> str:

@@ -59,7 +59,7 @@ def of_run(path: Path) -> Iterator[None]:
     """Around what rests on the files of the run in `path`. Raises `CommandError` where one lacks what is needed."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise CommandError(f"{path}: cannot be read as a run ({error!r}); is a file of it damaged?") from None
 
 
