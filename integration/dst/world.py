@@ -544,8 +544,9 @@ class Life:
         check_following(state.table, effects, self.told)
         check_counts(self.pipeline.counts)
         for id_, row in state.table.rows.items():
-            since_s = self.crashed.get((id_, row.incarnation), now())
-            serves = row.lifecycle is Lifecycle.ACTIVE and now() > since_s
+            # By the time of the event: what was posted before the end was told is handled before it.
+            since_s = self.crashed.get((id_, row.incarnation), event.now_s)
+            serves = row.lifecycle is Lifecycle.ACTIVE and event.now_s > since_s
             require(not serves, "crashes_are_noticed", f"worker {id_} serves, though its end was told at {since_s} s")
         require(not self.machine.workers.violations, "no_misuse", "; ".join(self.machine.workers.violations))
         ledger = self.machine.workers.ledger
