@@ -170,19 +170,21 @@ def test_twenty_steps_of_two_ranks_equal_one_ranks_and_a_checkpoint_of_two_resum
     assert result.metrics.optimizer_steps == 40
 
 
+async def disturbed_checkpoint(one: LocalTrainer, folder: Path, why: str) -> None:
+    """A checkpoint of which rank 0 says that it could not write its part."""
+    saving = await one.begin_checkpoint(folder / "checkpoint")
+    written = folder / ".partial-checkpoint-1" / "written"
+    written.mkdir(parents=True, exist_ok=True)
+    (written / "rank00000").write_text(why)
+    await saving
+
+
 def test_a_checkpoint_that_a_rank_cannot_write_is_none_and_names_the_rank(loop, trainer, tmp_path):
     one = trainer(ranks=1)
     loop.run(one.start())
 
-    async def disturbed():
-        saving = await one.begin_checkpoint(tmp_path / "checkpoint")
-        partial = tmp_path / ".partial-checkpoint-1"
-        (partial / "written").mkdir(parents=True, exist_ok=True)
-        (partial / "written" / "rank00000").write_text("OSError: [Errno 28] No space left on device")
-        with pytest.raises(TrainerError, match=r"rank 0 of 1 could not write its shards: OSError: .* No space left"):
-            await saving
-
-    loop.run(disturbed())
+    with pytest.raises(TrainerError, match=r"rank 0 of 1 could not write its shards: OSError: .* No space left"):
+        loop.run(disturbed_checkpoint(one, tmp_path, "OSError: [Errno 28] No space left on device"))
     assert not (tmp_path / "checkpoint").exists()
     loop.run(one.save_checkpoint(tmp_path / "checkpoint"))
     assert (tmp_path / "checkpoint" / "state.json").is_file()
@@ -196,17 +198,11 @@ def test_what_a_late_rank_wrote_is_removed_with_the_next_checkpoint_that_begins_
     one = trainer(ranks=1)
     loop.run(one.start())
 
-    async def late():
-        saving = await one.begin_checkpoint(tmp_path / "checkpoint")
-        partial = tmp_path / ".partial-checkpoint-1"
-        (partial / "written").mkdir(parents=True, exist_ok=True)
-        (partial / "written" / "rank00000").write_text("OSError: a disk that hesitates")
-        with pytest.raises(TrainerError, match="a disk that hesitates"):
-            await saving
-        partial.mkdir(exist_ok=True)
-        (partial / "shard-00001.safetensors").write_bytes(b"late")
-
-    loop.run(late())
+    with pytest.raises(TrainerError, match="a disk that hesitates"):
+        loop.run(disturbed_checkpoint(one, tmp_path, "OSError: a disk that hesitates"))
+    partial = tmp_path / ".partial-checkpoint-1"
+    partial.mkdir(exist_ok=True)
+    (partial / "shard-00001.safetensors").write_bytes(b"late")
     os.kill(one.pids[0], signal.SIGKILL)
     with pytest.raises(TrainerLostError):
         loop.run(one.save_checkpoint(tmp_path / "checkpoint"))
