@@ -80,23 +80,6 @@ def test_tasks_of_a_worker_that_leaves_go_on_at_their_next_turn_elsewhere() -> N
     assert log.ran[-1] == ("a", W0)
 
 
-def test_the_staleness_allowance_holds_new_tasks_back_until_it_changes() -> None:
-    allowed = [0]
-    ran: list[str] = []
-    batcher = TaskBatcher(
-        TaskBatchingSettings(probe_tokens=10),
-        on_run=lambda task, _worker: (ran.append(task), allowed.__setitem__(0, allowed[0] - 1)),  # type: ignore[func-returns-value]
-        allowance=lambda: allowed[0],
-    )
-    batcher.set_budgets({W0: 100})
-    batcher.add(A, GroupId("a"))
-    batcher.add(D, GroupId("d"), evaluation=True)
-    assert ran == ["d"]
-    allowed[0] = 1
-    batcher.allowance_changed()
-    assert ran == ["d", "a"]
-
-
 @settings(max_examples=25)
 @given(st.integers(0, 10_000))
 def test_every_task_ends_and_usage_is_never_above_the_budget_where_turns_begin(seed: int) -> None:

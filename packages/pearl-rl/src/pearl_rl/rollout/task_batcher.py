@@ -83,19 +83,16 @@ class TaskBatcher:
         on_pause: Callable[[TrajectoryId], None] = lambda _task: None,
         on_resume: Callable[[TrajectoryId], None] = lambda _task: None,
         on_unfit: Callable[[TrajectoryId, int], None] = lambda _task, _tokens: None,
-        allowance: Callable[[], int] = lambda: 1 << 30,
     ) -> None:
         """`on_run`: the turn that the task waits for may go to the worker. `on_pause`, `on_resume`: its environment's
         timeouts stop, and run again. `on_unfit`: it needs so many tokens, more than any worker's budget, and will never
-        run; whoever waits for it should `end` it. `allowance`: training tasks that may be dispatched under the
-        staleness bound.
+        run; whoever waits for it should `end` it.
         """
         self._settings = settings
         self._on_run = on_run
         self._on_pause = on_pause
         self._on_resume = on_resume
         self._on_unfit = on_unfit
-        self._allowance = allowance
         self._footprints = Footprints(settings.probe_tokens)
         self._entries: dict[TrajectoryId, _Entry] = {}
         self._active: dict[TrajectoryId, _Entry] = {}
@@ -217,10 +214,6 @@ class TaskBatcher:
             self._finish(group)
         self._round_where_room()
 
-    def allowance_changed(self) -> None:
-        """The staleness bound admits more now."""
-        self._round_where_room()
-
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def _finish(self, group: GroupId) -> None:
@@ -270,7 +263,6 @@ class TaskBatcher:
             limits=AdmissionLimits(
                 # Paused tasks whose environment works are not seen by the round, but keep their session.
                 environment_slots=settings.environment_slots - (len(self._paused) - len(waiting)),
-                staleness_allowance=max(0, self._allowance()),
                 lookahead=settings.lookahead,
                 max_passed_over=settings.max_passed_over,
             ),

@@ -5,7 +5,6 @@ on elsewhere at their next turn. The router still chooses the worker of each req
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pearl_planner.task_batching import PriorityWeights
@@ -42,17 +41,16 @@ class TaskGate:
         limits: TaskGateLimits,
         settings: TaskBatchingSettings,
         *,
-        allowance: Callable[[], int] = lambda: 1 << 30,
         lifecycle: LifecycleTrace | None = None,
     ) -> None:
-        """`allowance` as of `TaskBatcher`. `lifecycle` is told of turns that join the ready queue here."""
+        """`lifecycle` is told of turns that join the ready queue here."""
         self._lifecycle = lifecycle
         self._router = router
         self._limits = limits
         self._groups: dict[TrajectoryId, tuple[GroupId, bool]] = {}
         self._added: set[TrajectoryId] = set()
         self._granted: dict[TrajectoryId, asyncio.Future[WorkerId]] = {}
-        self.batcher = TaskBatcher(settings, on_run=self._run, on_unfit=self._refuse, allowance=allowance)
+        self.batcher = TaskBatcher(settings, on_run=self._run, on_unfit=self._refuse)
         """Which tasks have room now, and what happened so far."""
 
     # ---- the table --------------------------------------------------------------------------------------------------
