@@ -35,7 +35,8 @@ from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits, batching_gate
 from pearl_rl.settings import Settings
 from pearl_rl.settings.labels import parse_labels
-from pearl_rl.settings.root import batches_tasks, follows_readiness, injects_continuously
+from pearl_rl.settings.names import injects_continuously
+from pearl_rl.settings.root import batches_tasks, follows_readiness
 from pearl_rl.training.options import (
     Aggregation,
     Baseline,
@@ -258,12 +259,13 @@ def _ray_nodes(settings: Settings, gpus: range, nodes: dict[int, str]) -> Availa
 
 def pipeline_settings(settings: Settings) -> PipelineSettings:
     """What the pipeline is to make."""
+    continuous = injects_continuously(settings.rollout.injection, settings.planner.policy)
     return PipelineSettings(
         steps=settings.run.steps,
         groups_per_step=settings.train.groups_per_step,
         group_size=settings.train.group_size,
         max_staleness=settings.train.max_staleness_versions,
-        injection=Injection.CONTINUOUS if injects_continuously(settings) else Injection.BATCH,
+        injection=Injection.CONTINUOUS if continuous else Injection.BATCH,
         straggler_patience=settings.rollout.straggler_patience or math.inf,
         seed=settings.run.seed,
         wall_limit_s=settings.run.wall_limit_s,

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable
 
+from pearl_rl.settings.names import injects_continuously
+
 
 def overlapping_batches(injection: str, policy: str, max_staleness: int) -> int:
     """How many batches are under way at a time: one where each is dispatched as a whole, else what the bound admits.
 
-    `injection` and `policy` as settings and scenarios spell them: an injection that is not chosen is the policy's.
+    `injection` and `policy` as `injects_continuously` takes them.
     """
-    continuous = injection == "continuous" or (injection in ("", "auto") and policy.split("+")[-1] == "tiderl")
-    return 1 + max_staleness if continuous else 1
+    return 1 + max_staleness if injects_continuously(injection, policy) else 1
 
 
 def prediction_error(steps: Iterable[tuple[float, float | None]], overlap: int = 1) -> float | None:

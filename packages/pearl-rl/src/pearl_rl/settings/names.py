@@ -1,4 +1,4 @@
-"""Values that are one of several names, or `module:attribute` of something of the user's own."""
+"""Names of policies: which there are, or `module:attribute` of the user's own, and what a name turns on."""
 
 import re
 
@@ -18,3 +18,16 @@ def named_policy(*names: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def with_tiderl(policy: str) -> bool:
+    """Whether a policy turns continuous injection, task batching and readiness on where each is left to the policy."""
+    return policy.split("+")[-1] == "tiderl"
+
+
+def injects_continuously(injection: str, policy: str) -> bool:
+    """Whether groups enter as the staleness bound allows: as `rollout.injection` says, else as the policy does.
+
+    Both as settings ("auto") and scenarios ("") spell them.
+    """
+    return injection == "continuous" or (injection in ("", "auto") and with_tiderl(policy))

@@ -19,6 +19,7 @@ from pearl_rl.settings.job import (
     TrainSettings,
 )
 from pearl_rl.settings.labels import parse_labels
+from pearl_rl.settings.names import with_tiderl
 from pearl_rl.settings.platform import (
     AvailabilitySettings,
     ClusterSettings,
@@ -168,24 +169,18 @@ def _task_batching(settings: Settings) -> Iterator[Contradiction]:
         )
 
 
-def _with_tiderl(settings: Settings, choice: str, on: str = "on") -> bool:
-    auto = settings.planner.policy.split("+")[-1] == "tiderl"
-    return choice == on or (choice == "auto" and auto)
-
-
-def injects_continuously(settings: Settings) -> bool:
-    """Whether groups enter as the staleness bound allows: `rollout.injection`, by the policy where it is auto."""
-    return _with_tiderl(settings, settings.rollout.injection, "continuous")
+def _on(settings: Settings, choice: str) -> bool:
+    return choice == "on" or (choice == "auto" and with_tiderl(settings.planner.policy))
 
 
 def batches_tasks(settings: Settings) -> bool:
     """Whether turns wait until their trajectories may keep their KV: `rollout.task_batching`."""
-    return _with_tiderl(settings, settings.rollout.task_batching)
+    return _on(settings, settings.rollout.task_batching)
 
 
 def follows_readiness(settings: Settings) -> bool:
     """Whether training GPUs are lent by how ready the data is: `planner.readiness`."""
-    return _with_tiderl(settings, settings.planner.readiness)
+    return _on(settings, settings.planner.readiness)
 
 
 def _availability(settings: Settings) -> Iterator[Contradiction]:

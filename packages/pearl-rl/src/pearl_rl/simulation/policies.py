@@ -18,6 +18,7 @@ from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router
 from pearl_rl.rollout.serving import ServingLimits
 from pearl_rl.rollout.task_gate import TaskGate, TaskGateLimits, batching_gate
+from pearl_rl.settings.names import injects_continuously, with_tiderl
 from pearl_rl.simulation.batch_run import RIGID_RATIO, RIGID_SLACK
 from pearl_rl.simulation.scenario import Scenario
 from pearl_state.configuration import Configuration
@@ -65,15 +66,10 @@ def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRo
 _TIDERL = "+tiderl"
 
 
-def _with_tiderl(scenario: Scenario) -> bool:
-    return scenario.policy.name.split("+")[-1] == "tiderl"
-
-
 def injection(scenario: Scenario) -> Injection:
     """When groups are dispatched: as the scenario says, else as its policy does."""
-    if scenario.rollout.injection:
-        return Injection(scenario.rollout.injection)
-    return Injection.CONTINUOUS if _with_tiderl(scenario) else Injection.BATCH
+    continuous = injects_continuously(scenario.rollout.injection, scenario.policy.name)
+    return Injection.CONTINUOUS if continuous else Injection.BATCH
 
 
 def task_gate(
@@ -81,7 +77,7 @@ def task_gate(
 ) -> TaskGate | None:
     """Continuous task batching in front of `router`, whose workers hold `kv_tokens` each; None where it is off."""
     rollout = scenario.rollout
-    if rollout.task_batching == "off" or (rollout.task_batching == "auto" and not _with_tiderl(scenario)):
+    if rollout.task_batching == "off" or (rollout.task_batching == "auto" and not with_tiderl(scenario.policy.name)):
         return None
     context = scenario.workload.max_context_tokens
     limits = TaskGateLimits(
@@ -97,7 +93,7 @@ def task_gate(
 def readiness(scenario: Scenario, post: Callable[[Event], None]) -> ReadinessMonitor | None:
     """Measures how ready the data is at each update; None where that moves nothing."""
     rollout = scenario.rollout
-    if rollout.readiness == "off" or (rollout.readiness == "auto" and not _with_tiderl(scenario)):
+    if rollout.readiness == "off" or (rollout.readiness == "auto" and not with_tiderl(scenario.policy.name)):
         return None
     return ReadinessMonitor(fixed_batch(rollout.batch), group_size=rollout.group_size, post=post)
 
@@ -124,7 +120,7 @@ def straggler_patience(scenario: Scenario) -> float:
     """How long an update waits for samples that it would make too old, in mean step times."""
     chosen = scenario.rollout.straggler_patience
     if chosen is None:
-        chosen = _PATIENCE if _with_tiderl(scenario) else 0.0
+        chosen = _PATIENCE if with_tiderl(scenario.policy.name) else 0.0
     return chosen or math.inf
 
 
