@@ -251,6 +251,25 @@ def test_events_tell_the_elastic_scheduler_what_happens_in_order() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("seeding_s", "early"), [(0.1, True), (1.0, False), (math.inf, False)])
+def test_training_asks_for_its_gpus_at_the_end_of_the_seeding_window_and_once(seeding_s: float, early: bool) -> None:
+    """A batch takes 0.6 s. Training that holds its GPUs already waits for nothing when it comes."""
+
+    async def main() -> None:
+        bench = Bench(seeding_s=seeding_s, steps=3, trainer=FakeTrainer(update_s=0.1))
+        outcome = await bench.run()
+        asked = [e.now_s for e in bench.of(TrainingRequested)]
+        complete = [e.now_s for e in bench.of(RolloutFinished)]
+        waits = [0.0, *(e.now_s for e in bench.of(TrainingFinished))]
+        assert len(asked) == len(complete) == outcome.steps == 3
+        due = [wait + seeding_s for wait in waits[:3]] if early else complete
+        assert asked == pytest.approx(due)
+        assert outcome.wait_grant_s == pytest.approx(0.0 if early else 3 * 0.1)
+        bench.assert_nothing_left()
+
+    run_virtual(main())
+
+
 def test_rollout_goes_on_while_training_runs() -> None:
     """PEARL section 4.1: the next batch is rolled out during the update on the one before."""
 

@@ -2,11 +2,13 @@
 
 import gc
 import json
+import logging
 import math
 import os
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -102,6 +104,30 @@ def test_borrowed_gpus_speed_up_a_pool_that_is_too_small() -> None:
     assert borrowing.counts.borrows > 0
     assert borrowing.counts.returns > 0
     assert borrowing.throughput > 1.2 * alone.throughput
+
+
+def test_seeding_lends_training_gpus_for_a_window_after_each_update_and_no_longer() -> None:
+    """RLBoost: of no window nothing changes; of one that outlasts a step nothing is left that gating would lend."""
+    heavy: dict = {
+        "workload": {"max_turns": 100, "max_context_tokens": 16_384},
+        "rollout": {"batch": 64},
+        "cluster": {"training_gpus": 16, "reserved_rollout_gpus": 2},
+    }
+    plain, short, long = (
+        simulate(small(policy={"name": "rlboost", "seeding_s": window_s}, **heavy)) for window_s in (0.0, 60.0, 1e6)
+    )
+    ungated = simulate(small(policy={"name": "pearl-colocated", "borrowing": "ungated"}, **heavy))
+    assert plain.counts.borrows == 0
+    assert short.counts.borrows == short.counts.returns == 3
+    assert long.throughput == ungated.throughput
+    assert plain.throughput < short.throughput < long.throughput
+    # All that overlap workers serve lies within the window; then they leave within the seconds that GPUs take to go.
+    starts = [0.0, *(step.now_s for step in short.steps)]
+    spans = [(interval.at_s, following.at_s) for interval, following in pairwise(short.timeline) if interval.borrowed]
+    assert spans
+    for at_s, end_s in spans:
+        assert end_s - max(start for start in starts if start <= at_s) < 60.0 + 5.0
+    assert short.counts.lost_trajectories == short.counts.stale_served == 0
 
 
 def test_rolls_trajectories_stay_with_their_workers_and_others_are_balanced() -> None:
@@ -254,6 +280,15 @@ def test_bundled_scenarios_run(name) -> None:
         (["workload.model=chess"], "no such turn model"),
         (["workload.replay=/nowhere"], "give a run folder"),
         (["policy.name=static-pd"], "needs policy.configuration"),
+        (
+            ["policy.name=rlboost", "policy.seeding_s=9", "policy.borrowing=off"],
+            "policy.seeding_s = 9: nothing is seeded",
+        ),
+        (
+            ["policy.name=rlboost", "policy.seeding_s=9", "rollout.injection=continuous"],
+            "no batch begins that could be",
+        ),
+        (["policy.seeding_s=-1"], "policy.seeding_s"),
         (["policy.name=static-pd", "policy.configuration=3X"], "configuration '3X' is not like '2P3D' or '4C'"),
         (["policy.name=static-pd", "policy.configuration=0C"], "policy.configuration = 0C: has no worker"),
         (["cluster.reserved_rollout_gpus=0", "cluster.max_preemptible_gpus=0"], "hold no worker"),
@@ -277,7 +312,11 @@ def test_bad_scenarios_are_one_clear_line(overrides, words, capsys) -> None:
         ("0,0", "never finishes under policy rlboost", ExitCode.INFEASIBLE),
     ],
 )
-def test_a_trace_that_is_none_or_never_gives_a_gpu_is_one_clear_line(rows, words, code, tmp_path, capsys) -> None:
+def test_a_trace_that_is_none_or_never_gives_a_gpu_is_one_clear_line(
+    rows, words, code, tmp_path, capsys, monkeypatch
+) -> None:
+    # As in a shell: without a handler, warnings of a log go to stderr.
+    monkeypatch.setattr(logging.root, "handlers", [])
     path = tmp_path / "trace.csv"
     path.write_text(f"t_s,preemptible_gpus\n{rows}\n", encoding="utf-8")
     sets = [f"availability.trace={path}", "availability.segment=", "cluster.reserved_rollout_gpus=0", "run.steps=1"]

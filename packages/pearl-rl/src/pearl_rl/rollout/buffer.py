@@ -23,6 +23,11 @@ class VersionRegressionError(ValueError):
 class RefillsExhaustedError(RuntimeError):
     """A group's samples failed more often than they may be dispatched again; the message names the last cause."""
 
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+        """What failed the last sample."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessBound:
@@ -160,7 +165,8 @@ class GroupBuffer:
         if state.failures > self._max_refills:
             raise RefillsExhaustedError(
                 f"samples of group {group} failed {state.failures} times, {self._max_refills} may be dispatched again; "
-                f"the last: {cause}"
+                f"the last: {cause}",
+                cause,
             )
         return state.failures
 

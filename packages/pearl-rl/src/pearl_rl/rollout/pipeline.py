@@ -166,6 +166,7 @@ class PipelineScheduler:
             self._rollout.restore(restored.groups)
         self._batches: asyncio.Queue[Batch | None] = asyncio.Queue()
         self._training = False
+        self._seeded = False
         self._version_changed: asyncio.Future[None] | None = None
         self._stopping = False
         self._began_s = self._step_ended_s = 0.0
@@ -350,15 +351,37 @@ class PipelineScheduler:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        while (batch := await self._batches.get()) is not None:
+        while (batch := await self._next_batch()) is not None:
             self._training = True
             await self._step(batch)
             self._training = False
 
+    async def _next_batch(self) -> Batch | None:
+        """The next complete batch, None at the end. Where the seeding window is over first, training holds its GPUs
+        from then on, idle as it is.
+        """
+        if self._settings.seeding_s < math.inf:
+            window = asyncio.get_running_loop().call_later(self._settings.seeding_s, self._end_seeding)
+            try:
+                return await self._batches.get()
+            finally:
+                window.cancel()
+        return await self._batches.get()
+
+    def _end_seeding(self) -> None:
+        if self._batches.empty():
+            self._ask_for_gpus()
+            self._seeded = True
+
     def _request_training(self, batch: Batch) -> None:
         batch.requested_s = self._now_s()
+        if not self._seeded:
+            self._ask_for_gpus()
+        self._seeded = False
+
+    def _ask_for_gpus(self) -> None:
         self._gate.request()
-        self._post(TrainingRequested(now_s=batch.requested_s))
+        self._post(TrainingRequested(now_s=self._now_s()))
 
     async def _step(self, batch: Batch) -> None:
         """Train on one batch and publish what comes out."""

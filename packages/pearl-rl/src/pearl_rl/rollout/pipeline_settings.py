@@ -55,6 +55,9 @@ class PipelineSettings:
     """No batch begins after this many seconds; the one under way is finished and trained on."""
     completed_steps: int = 0
     """Steps that earlier runs made: a resumed run goes on with the next one."""
+    seeding_s: float = math.inf
+    """With batches at a time: training asks for its GPUs so long after it began to wait for a batch, complete or not
+    (RLBoost's seeding window). Infinity: once one is complete."""
     batch_s: float = 3600.0
     """Longest that one batch may take."""
     grant_s: float = 300.0

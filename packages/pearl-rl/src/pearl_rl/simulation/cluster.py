@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ from pearl_rl.simulation.policies import (
     injection,
     policy_setup,
     readiness,
+    seeding_s,
     serving_limits,
     straggler_patience,
     task_gate,
@@ -84,14 +86,35 @@ def simulate(
     async def main() -> SimulationResult:
         return await cluster.run()
 
+    policy = scenario.policy.name
     try:
-        with _rare_collections():
+        with _rare_collections(), _quiet():
             return run_virtual(main())
-    except (RefillsExhaustedError, RolloutTimeoutError) as error:
-        policy = scenario.policy.name
+    except RefillsExhaustedError as error:
+        # Its cause alone: how often what was tried again is nothing that a person could set.
+        words = error.cause.split(": ", 1)[-1]
+        raise SettingsError(
+            f"{scenario.name}: never finishes under policy {policy}: {words}; try another policy, more "
+            "cluster.reserved_rollout_gpus, or a trace that has GPUs",
+            ExitCode.INFEASIBLE,
+        ) from None
+    except RolloutTimeoutError as error:
         raise SettingsError(
             f"{scenario.name}: never finishes under policy {policy}: {error}", ExitCode.INFEASIBLE
         ) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the control plane's warnings off stderr where nobody asked for a log: what counts is in the result."""
+    logs, silent = [logging.getLogger(name) for name in ("pearl_rl", "pearl_executor")], logging.NullHandler()
+    for log in logs:
+        log.addHandler(silent)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeHandler(silent)
 
 
 @contextmanager
@@ -382,6 +405,7 @@ class SimulatedCluster:
             max_staleness=rollout.max_staleness,
             injection=injection(self.scenario),
             straggler_patience=straggler_patience(self.scenario),
+            seeding_s=seeding_s(self.scenario),
             seed=run.seed,
             wall_limit_s=math.inf if run.steps else run.duration_s,
             batch_s=30 * 86_400.0,

@@ -40,7 +40,9 @@ def policy_setup(scenario: Scenario, costs: SwitchCosts, trace: Sequence[TraceRo
     """What `scenario.policy` stands for.
 
     - `roll`: the reserved GPUs, colocated. `roll-large`: the same with a larger fixed pool.
-    - `rlboost`: reserved and preemptible GPUs, colocated. `bidirl`: reserved GPUs and gated borrowing, colocated.
+    - `rlboost`: reserved and preemptible GPUs, colocated; with `policy.seeding_s`, training GPUs for so long after each
+      update as well (RLBoost's seeding window; PEARL's RLBoost+ has none, section 7).
+    - `bidirl`: reserved GPUs and gated borrowing, colocated.
     - `static-pd`: reserved and preemptible GPUs at one P:D ratio.
     - `pearl`; `pearl-disaggregated`: its disaggregation alone (Figure 7's A), `pearl-ungated`: with ungated borrowing
       (A + B); both never colocate, as in the paper's ablation. `pearl-no-borrowing`, `pearl-colocated`: less one part.
@@ -124,6 +126,12 @@ def straggler_patience(scenario: Scenario) -> float:
     return chosen or math.inf
 
 
+def seeding_s(scenario: Scenario) -> float:
+    """For how long after an update training GPUs take part in rollout at most; infinity where no policy limits it."""
+    choice = scenario.policy
+    return choice.seeding_s if choice.name == "rlboost" and choice.seeding_s else math.inf
+
+
 def _borrowing(policy: Policy, *, borrows: bool) -> Policy:
     if not isinstance(policy, InStepPolicy | ModelPolicy):
         return policy
@@ -143,7 +151,9 @@ def _policy(scenario: Scenario, costs: SwitchCosts) -> tuple[Policy, Borrowing]:
     if name in ("roll", "roll-large"):
         return fixed(), Borrowing.OFF
     if name == "rlboost":
-        return replace(colocated_elastic(), name="rlboost"), Borrowing.OFF
+        seeds = seeding_s(scenario) < math.inf
+        boost = replace(colocated_elastic(), name="rlboost", borrows=seeds)
+        return boost, Borrowing.UNGATED if seeds else Borrowing.OFF
     if name == "static-pd":
         return static_pd(Configuration.parse(choice.configuration)), Borrowing.OFF
     if name == "prorsa":

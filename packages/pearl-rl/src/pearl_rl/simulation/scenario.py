@@ -126,6 +126,11 @@ class PolicySection(Section):
     borrowing: Literal["", "off", "ungated", "gated"] = Field(
         default="", description="override of the policy's borrowing"
     )
+    seeding_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="of rlboost: seconds after an update, and from the start, for which training GPUs join rollout",
+    )
     model: Literal["extended", "printed"] = Field(default="extended", description="makespan model that decides")
     ratio_threshold: float | None = Field(default=None, ge=0, description="hysteresis of a ratio change, relative gain")
     mode_threshold: float | None = Field(default=None, ge=0, description="hysteresis of a mode change, relative gain")
@@ -185,6 +190,7 @@ class Scenario(Section):
                 f"policy.mode_threshold = {mode} is below policy.ratio_threshold = {ratio}: a mode switch costs "
                 "more than a change of the ratio; lower both or raise the first"
             )
+        self._check_seeding()
         if self.policy.name == "static-pd" and not self.policy.configuration:
             raise ValueError("policy static-pd needs policy.configuration, like 3P5D")
         try:
@@ -193,6 +199,17 @@ class Scenario(Section):
         except ConfigurationError as error:
             raise ValueError(f"policy.configuration: {error}") from None
         return self
+
+    def _check_seeding(self) -> None:
+        if self.policy.name != "rlboost" or not self.policy.seeding_s:
+            return
+        seeding = f"policy.seeding_s = {self.policy.seeding_s:g}"
+        if self.policy.borrowing == "off":
+            raise ValueError(f"{seeding}: nothing is seeded with policy.borrowing = off; leave one of them out")
+        if self.rollout.injection == "continuous":
+            raise ValueError(
+                f"{seeding}: with rollout.injection = continuous no batch begins that could be seeded; leave one out"
+            )
 
 
 def load_scenario(source: str, overrides: Sequence[str] = ()) -> Scenario:
