@@ -138,7 +138,7 @@ def test_what_holds_no_run_or_no_journal_is_refused_in_one_line(tmp_path, run) -
     data = bytearray(first.read_bytes())
     data[40] ^= 1
     first.write_bytes(data)
-    with pytest.raises(CommandError, match=r"damaged|no snapshot|begins later"):
+    with pytest.raises(CommandError, match=r"what comes before record 4 is damaged or missing, and record 0 is asked"):
         list(replayed(folder, 2))
     with pytest.raises(CommandError, match="holds no complete one, though the run had begun"):
         resume_run(folder, as_json=False, plain=True)
@@ -149,6 +149,27 @@ def test_what_holds_no_run_or_no_journal_is_refused_in_one_line(tmp_path, run) -
     complete.write_text("{}")
     with pytest.raises(CommandError, match="holds checkpoints and no journal"):
         resume_run(folder, as_json=False, plain=True)
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_journal_of_garbage_is_told_with_the_command_that_goes_on_before_anything_is_changed(
+    run, capsys, checkpoints
+) -> None:
+    folder = run[0]
+    if checkpoints:
+        (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+        (folder / "checkpoints" / "step-00000001" / "run.json").write_text("{}")
+    for file in (folder / "journal").iterdir():
+        file.write_bytes(b"\x00\xffgarbage" * 20)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(CommandError, match=r"is damaged: none of its \d files begins with a snapshot") as refused:
+        resume_run(folder, as_json=False, plain=True) if checkpoints else list(replayed(folder, None))
+    if checkpoints:
+        new = f"pearl-rl train {folder}/config.resolved.toml --set run.resume_from={folder}"
+        assert str(refused.value).endswith(f"put it back, or go on from the newest checkpoint in a new run: {new}")
+    assert capsys.readouterr().out == ""
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after == before
 
 
 def test_a_run_that_made_all_its_steps_is_left_as_it_is(run) -> None:

@@ -15,7 +15,7 @@ from pearl_rl.journal.journal import Journal, read
 from pearl_rl.journal.run_journal import Recovered, apply, begun, recover
 from pearl_rl.journal.storage import FolderStorage
 from pearl_rl.report.lines import read_lines
-from pearl_rl.run_folder import METRICS, SUMMARY, RunFolder
+from pearl_rl.run_folder import CONFIG_TOML, METRICS, SUMMARY, RunFolder
 from pearl_rl.run_lock import RunLock
 from pearl_rl.run_of_train import require_run
 from pearl_rl.settings import Settings, load_settings
@@ -77,15 +77,24 @@ def _goes_on(run_dir: Path, settings: Settings) -> bool:
     complete = any(run_dir.glob(COMPLETE))
     if complete and not storage.segments():
         raise CommandError(f"{run_dir}: holds checkpoints and no journal; give them to a new run as run.resume_from")
-    if complete:
-        return True
     try:
-        begun_rollout = not Journal(storage).empty and recover(storage, parts.elastic_settings(settings)).rollout.groups
+        # A first snapshot that was cut short is none of a run that had a checkpoint.
+        begun_rollout = (complete or not Journal(storage).empty) and recover(
+            storage, parts.elastic_settings(settings)
+        ).rollout.groups
     except JournalError as error:
-        raise CommandError(f"{run_dir}/journal: {error}") from None
-    if begun_rollout:
+        raise _unreadable(run_dir, error) from None
+    if begun_rollout and not complete:
         raise CommandError(f"{run_dir}/checkpoints: holds no complete one, though the run had begun; put one back")
-    return False
+    return complete
+
+
+def _unreadable(run_dir: Path, error: JournalError) -> CommandError:
+    """A journal that a run cannot go on from, and what its owner can do."""
+    settings = run_dir / CONFIG_TOML
+    goes_on = f" --set run.resume_from={run_dir}" if any(run_dir.glob(COMPLETE)) else ""
+    what = "go on from the newest checkpoint in a new run" if goes_on else "begin anew with its settings"
+    return CommandError(f"{run_dir}/journal: {error}; put it back, or {what}: pearl-rl train {settings}{goes_on}")
 
 
 def replayed(

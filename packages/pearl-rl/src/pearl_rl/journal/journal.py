@@ -131,8 +131,20 @@ def read(storage: Storage, *, up_to: int | None = None, since: int | None = None
             begin, first = found, at
             break
     if begin is None:
-        raise JournalError(f"no snapshot at or before record {latest}; the journal begins later")
+        raise JournalError(_no_snapshot(storage, segments, latest))
     return begin, _records(storage, segments[first:], up_to)
+
+
+def _no_snapshot(storage: Storage, segments: list[int], latest: int | None) -> str:
+    """Why there is none to begin with."""
+    readable = [found["n"] for segment in segments if (found := _begin(storage, segment)) is not None]
+    if not readable:
+        files = "its file does not begin" if len(segments) == 1 else f"none of its {len(segments)} files begins"
+        return f"is damaged: {files} with a snapshot that can be read"
+    return (
+        f"what comes before record {readable[0]} is damaged or missing, and record {latest} is asked for; "
+        f"ask for record {readable[0]} or a later one"
+    )
 
 
 def _records(storage: Storage, segments: list[int], up_to: int | None) -> Iterator[Record]:
