@@ -21,7 +21,7 @@ from pearl_rl.live.follower import Follower, Tail, event_words
 from pearl_rl.live.server import Dashboard
 from pearl_rl.live.table_now import table_now
 from pearl_rl.live.testing import OperableJob
-from pearl_rl.live.top import decided, under_way, weight_words, worker_table
+from pearl_rl.live.top import WorkerTable, decided, under_way, weight_words
 from pearl_rl.observer import StepRecord
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.run_lock import RunLock, held
@@ -587,12 +587,42 @@ def test_a_taken_port_is_one_line(operated, capsys):
     assert "cannot listen there" in error
 
 
-def test_workers_fit_a_terminal_of_80_columns():
+@pytest.mark.parametrize(
+    ("width", "shown", "left_out"),
+    [
+        (84, ("C colocated", "GPU 6-7", "preemptible", "12+3", "v60", "fails"), ()),
+        (80, ("C colocated", "preemptible", "12+3", "v60", "fails"), ("GPU 6",)),
+        (72, ("preemptible", "12+3", "v60", "fails"), ("colocated",)),
+        (60, ("12+3", "v60", "fails"), ("preemptible",)),
+        (50, ("12+3", "fails"), ("v60",)),
+        (40, ("6-7",), ("12+3", "fails")),
+    ],
+)
+def test_workers_fit_a_terminal_by_shorter_cells_and_then_by_fewer(width, shown, left_out):
     widest = {"id": 11, "role": "colocated", "lifecycle": "pending_weights", "cordoned": False, "reclaim_at_s": None,
               "weight_version": 60, "place": "GPU 6-7", "group": "preemptible", "running": 12, "waiting": 3,
               "failures": 2}  # fmt: skip
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(worker_table([widest]))
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(WorkerTable([widest]))
     text = console.export_text()
     assert "…" not in text
-    assert "12+3" in text
+    # No cell is folded: a head, a line, and the worker.
+    assert sum(bool(line.strip()) for line in text.splitlines()) == 3
+    for part in ("pending weights", *shown):
+        assert part in text
+    for part in left_out:
+        assert part not in text
+
+
+def test_nothing_is_under_way_in_a_run_that_is_over(tmp_path, capsys):
+    path = tmp_path / "run"
+    with Operated(path):
+        line = json.loads((path / "table.jsonl").read_text().splitlines()[-1])
+        group = {"id": 7, "kind": "expansion", "workers": [3], "cancelled": False}
+        with (path / "table.jsonl").open("a") as file:
+            file.write(json.dumps({**line, "groups": [group]}) + "\n")
+        assert "preparing expansion 7" in say(capsys, "status", path)[1]
+    (path / "summary.json").write_text("{}")
+    out = say(capsys, "status", path)[1]
+    assert "ended" in out
+    assert "preparing" not in out

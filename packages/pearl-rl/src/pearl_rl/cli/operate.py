@@ -122,9 +122,9 @@ def dashboard(run: Path | None, *, host: str, port: int, control: bool, as_json:
 
 def workers(run: Path | None, *, as_json: bool) -> ExitCode:
     """List the workers of a run."""
-    from pearl_rl.live.top import worker_table
+    from pearl_rl.live.top import WorkerTable
 
-    _show(run_folder(run), lambda folder: _view(folder)["workers"], worker_table, as_json=as_json)
+    _show(run_folder(run), lambda folder: _view(folder)["workers"], WorkerTable, as_json=as_json)
     return ExitCode.OK
 
 

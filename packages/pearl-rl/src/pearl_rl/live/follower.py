@@ -25,6 +25,8 @@ _STEPS = 200
 _CANDIDATES = 6
 _QUIET_S, _START_S = 60.0, 300.0
 """A run that wrote nothing for so long, and has no summary, may have been killed; starting takes longer."""
+_OVER = frozenset({"ended", "died"})
+"""States of a run whose control plane is gone."""
 
 
 class Tail:
@@ -175,7 +177,7 @@ class Follower:
 
     def outcome(self, state: str) -> str:
         """How a run ended and what to do then, for people; empty while it goes on."""
-        if state not in ("ended", "died"):
+        if state not in _OVER:
             return ""
         when = f"{state} at {datetime.fromtimestamp(self._written_at_s()):%Y-%m-%d %H:%M:%S}"
         done, steps = self.steps[-1]["step"] if self.steps else 0, self._planned_steps()
@@ -200,6 +202,8 @@ class Follower:
     def _view(self, most_workers: int | None) -> dict[str, Any]:
         control, state = read_control(self.path), self.state()
         last = self.steps[-1] if self.steps else None
+        # With its control plane everything under way ended.
+        under_way = {} if state in _OVER else self.about
         return {
             "run": self.path.resolve().name,
             "state": state,
@@ -216,9 +220,9 @@ class Follower:
             "pinned": self.about.get("pinned"),
             "weight_version": self.about.get("target_version", 0),
             "serving_versions": sorted({row["weight_version"] for row in self._serving()}),
-            "plan": self.about.get("plan"),
-            "groups": self.about.get("groups", []),
-            "removals": self.about.get("removals", []),
+            "plan": under_way.get("plan"),
+            "groups": under_way.get("groups", []),
+            "removals": under_way.get("removals", []),
             "loose": self.about.get("loose", {}),
             "workers": [self._worker(id_, row) for id_, row in sorted(self.rows.items())[:most_workers]],
             "more_workers": max(0, len(self.rows) - most_workers) if most_workers is not None else 0,

@@ -1,11 +1,13 @@
 """A run in a terminal: what `pearl-rl top` redraws and `pearl-rl status` prints once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -32,7 +34,7 @@ def whole(view: Mapping[str, Any], *, most_workers: int = 40) -> RenderableType:
         Text.assemble((f"{view['run']}  ", "bold"), _STATES[view["state"]], f"  at {seconds(view['now_s'])}"),
         *([Text(view["outcome"])] if view["outcome"] else []),
         facts(view),
-        *([worker_table(view["workers"][:most_workers])] if view["workers"] else []),
+        *([WorkerTable(view["workers"][:most_workers])] if view["workers"] else []),
         *([Text(f"{len(view['workers']) - most_workers} more workers", style="dim")] * _more(view, most_workers)),
         *(Text(line) for line in under_way(view)),
         *(Text(line) for line in decided(view["decisions"])[:_SHOWN]),
@@ -85,38 +87,94 @@ def _bar(done: int, steps: int) -> Text:
     return Text(f"{done}/{steps} ").append("━" * filled, style="green").append("━" * (_BAR - filled), style="dim")
 
 
-def worker_table(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """One line a worker, which a terminal of 80 columns has room for. Load: requests that decode + that wait."""
+@dataclass(frozen=True, slots=True)
+class WorkerTable:
+    """One line a worker. A narrow terminal gets shorter cells, and then fewer of them."""
+
+    workers: Sequence[Mapping[str, Any]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The fullest table that has room."""
+        columns = {name: [cell(worker) for worker in self.workers] for name, cell in _CELLS.items()}
+        table = _table(columns)
+        for narrow in _NARROWER:
+            if Measurement.get(console, options.update(max_width=1_000), table).maximum <= options.max_width:
+                break
+            narrow(columns)
+            table = _table(columns)
+        yield table
+
+
+def _table(columns: Mapping[str, Sequence[RenderableType]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name, justify in (
-        ("worker", "right"),
-        ("role", "left"),
-        ("state", "left"),
-        ("on", "left"),
-        ("zone", "left"),
-        ("load", "right"),
-        ("weights", "right"),
-        ("fails", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for worker in workers:
-        role = worker["role"]
-        serving = worker["lifecycle"] == "active"
-        state = worker["lifecycle"].replace("_", " ") + (", fenced" if worker["cordoned"] else "")
-        if worker["reclaim_at_s"] is not None:
-            state += f", gone at {seconds(worker['reclaim_at_s'])}"
-        version = worker["weight_version"]
-        table.add_row(
-            f"{worker['id']}",
-            Text(f"{role_letter(role)} {role}", style=_STYLE[role] if serving else "dim"),
-            Text(state, style="bold red" if worker["lifecycle"] in ("failed", "retired") else ""),
-            worker["place"],
-            worker["group"],
-            "" if role == "training" else f"{worker['running']}+{worker['waiting']}",
-            "" if version is None else f"v{version}",
-            f"{worker['failures']}" if worker["failures"] else "",
-        )
+    for name in columns:
+        table.add_column(name, justify="right" if name in ("worker", "load", "weights", "fails") else "left")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
     return table
+
+
+def _role(worker: Mapping[str, Any]) -> Text:
+    role = worker["role"]
+    return Text(f"{role_letter(role)} {role}", style=_STYLE[role] if worker["lifecycle"] == "active" else "dim")
+
+
+def _state(worker: Mapping[str, Any]) -> Text:
+    lifecycle = worker["lifecycle"]
+    text = lifecycle.replace("_", " ") + (", fenced" if worker["cordoned"] else "")
+    if worker["reclaim_at_s"] is not None:
+        text += f", gone at {seconds(worker['reclaim_at_s'])}"
+    return Text(text, style="bold red" if lifecycle in ("failed", "retired") else "")
+
+
+def _load(worker: Mapping[str, Any]) -> Text:
+    """Requests that decode + that wait."""
+    return Text("" if worker["role"] == "training" else f"{worker['running']}+{worker['waiting']}")
+
+
+_CELLS: Mapping[str, Callable[[Mapping[str, Any]], Text]] = {
+    "worker": lambda worker: Text(f"{worker['id']}"),
+    "role": _role,
+    "state": _state,
+    "on": lambda worker: Text(worker["place"]),
+    "zone": lambda worker: Text(worker["group"]),
+    "load": _load,
+    "weights": lambda worker: Text("" if worker["weight_version"] is None else f"v{worker['weight_version']}"),
+    "fails": lambda worker: Text(f"{worker['failures']}" if worker["failures"] else ""),
+}
+
+_Columns = dict[str, list[Text]]
+
+
+def _without_empty(columns: _Columns) -> None:
+    for name in [name for name, cells in columns.items() if not any(cells)]:
+        del columns[name]
+
+
+def _as_letters(columns: _Columns) -> None:
+    columns["role"] = [cell[:1] for cell in columns["role"]]
+
+
+def _as_numbers(columns: _Columns) -> None:
+    columns["GPU"] = [Text(cell.plain.removeprefix("GPU ")) for cell in columns["on"]]
+    columns.update({name: columns.pop(name) for name in ("zone", "load", "weights", "fails") if name in columns})
+    del columns["on"]
+
+
+def _less(name: str) -> Callable[[_Columns], None]:
+    def narrow(columns: _Columns) -> None:
+        columns.pop(name, None)
+
+    return narrow
+
+
+_NARROWER: Sequence[Callable[[_Columns], None]] = (
+    _without_empty,
+    _as_numbers,
+    _as_letters,
+    *map(_less, ("zone", "weights", "load", "fails")),
+)
+"""What makes the table narrower, the least loss first."""
 
 
 def under_way(view: Mapping[str, Any]) -> list[str]:
