@@ -217,6 +217,35 @@ def test_one_ctrl_c_that_arrives_twice_is_one(tmp_path, installed, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("closed_after_lines", [0, 4])
+def test_a_pipe_that_is_closed_stops_the_run_in_order_and_says_how_to_go_on(
+    tmp_path, installed, monkeypatch, capsys, closed_after_lines
+):
+    reader, writer = os.pipe()
+    if not closed_after_lines:
+        os.close(reader)
+
+    async def then(observer: Observer, folder: RunFolder) -> None:
+        if closed_after_lines:
+            os.close(reader)
+        observer.on_message("one more line")
+        observer.on_message("and another")
+        await asyncio.Event().wait()
+
+    installed(SmallRun(2, then))
+    with os.fdopen(writer, "w", encoding="utf-8") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        code = app(["train", "--run-dir", str(tmp_path / "run")], standalone_mode=False)
+        monkeypatch.undo()
+    assert code == 5
+    said = capsys.readouterr().err
+    assert said == (
+        "pearl-rl: the run stopped, as its output cannot be written any more, after 2 of 60 steps; "
+        f"to go on: pearl-rl resume {tmp_path / 'run'}\n"
+    )
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
 def test_a_stopped_run_without_a_summary_says_where_to_look(tmp_path, installed):
     installed(SmallRun(2, interrupt, sums_up=False))
     code, out, err = train(tmp_path / "run", "--json")

@@ -1,6 +1,5 @@
 """Commands and their options. Each command imports what it needs when it runs, so that `--help` answers at once."""
 
-import contextlib
 import errno
 import io
 import os
@@ -16,6 +15,7 @@ from typer.core import TyperGroup
 
 from pearl_rl.cli import people, recovery_commands
 from pearl_rl.cli.options import AsJson, Config, Overrides, Plain, frameworks, scenarios
+from pearl_rl.cli.output import drop
 from pearl_rl.errors import CommandError, ExitCode
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -48,7 +48,7 @@ class OneLineErrors(TyperGroup):
             if not isinstance(ended.__context__, BrokenPipeError):
                 raise
             # Whoever reads has read enough.
-            _drop_output()
+            drop(sys.stdout)
             code = ExitCode.PARTIAL
         except OSError as error:
             code = _of_system(error)
@@ -83,7 +83,7 @@ def _of_system(error: OSError) -> ExitCode | None:
         return ExitCode.CONFIG
     if not _output_is_broken():
         return None
-    _drop_output()
+    drop(sys.stdout)
     print(f"pearl-rl: standard output cannot be written ({error.strerror})", file=sys.stderr)
     return ExitCode.PARTIAL
 
@@ -95,12 +95,6 @@ def _output_is_broken() -> bool:
     except OSError:
         return True
     return False
-
-
-def _drop_output() -> None:
-    """Send what is still to be written nowhere: at the process' end it would be tried again."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complaint(error: Exception) -> str:

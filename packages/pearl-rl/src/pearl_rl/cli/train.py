@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from pearl_rl.cli.output import Lines
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.observer import Observer
 from pearl_rl.preflight import check_installed, check_parts
@@ -40,6 +41,7 @@ class Ending(Enum):
     FINISHED = "finished"
     STOPPED = "stopped by a signal"
     TIMED_OUT = "reached run.wall_limit_s"
+    UNREAD = "stopped, as its output cannot be written any more,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,13 @@ def run_in_folder(
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     live = console.is_terminal and not plain
 
+    write = Lines(console.file)
     for line in opening(settings, folder):
-        print(line, file=console.file, flush=True)
+        write(line)
 
     async def supervised() -> Outcome:
-        with _view(console, settings, live=live) as view:
-            return await supervise(train, settings, folder, view)
+        with _view(console, settings, write, live=live) as view:
+            return await supervise(train, settings, folder, view, write.broken)
 
     runner = asyncio.Runner(loop_factory=RunClockLoop)
     given_up = False
@@ -137,12 +140,16 @@ class RunClockLoop(asyncio.SelectorEventLoop):
         return super().time() - self._zero_s
 
 
-async def supervise(train: Train, settings: Settings, folder: RunFolder, view: View) -> Outcome:
-    """Wait for `train`, a signal, or the wall limit, and stop it in order."""
+async def supervise(
+    train: Train, settings: Settings, folder: RunFolder, view: View, unread: asyncio.Event | None = None
+) -> Outcome:
+    """Wait for `train`, a signal, the wall limit, or `unread` (what it says goes nowhere), and stop it in order."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     run = asyncio.ensure_future(train(settings, folder, view))
-    watchers = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(_ticking(view))]
+    unread = unread or asyncio.Event()
+    ends = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(unread.wait())]
+    watchers = [*ends, asyncio.ensure_future(_ticking(view))]
 
     def on_signal() -> None:
         # A later signal finds the default handlers again and ends the process at once. One right behind the first is
@@ -155,10 +162,10 @@ async def supervise(train: Train, settings: Settings, folder: RunFolder, view: V
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
     try:
-        await asyncio.wait({run, watchers[0]}, timeout=settings.run.wall_limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({run, *ends}, timeout=settings.run.wall_limit_s, return_when=asyncio.FIRST_COMPLETED)
         if run.done():
             return Outcome(Ending.FINISHED, await run)
-        ending = Ending.STOPPED if stop.is_set() else Ending.TIMED_OUT
+        ending = Ending.STOPPED if stop.is_set() else Ending.UNREAD if unread.is_set() else Ending.TIMED_OUT
         view.on_message(f"{ending.value}; stopping in order (Ctrl-C ends it at once)")
         return await _stopped(run, ending, view)
     finally:
@@ -198,13 +205,9 @@ class _StillView(PlainView):
 
 
 @contextmanager
-def _view(console: "Console", settings: Settings, *, live: bool) -> Iterator[View]:
+def _view(console: "Console", settings: Settings, write: Lines, *, live: bool) -> Iterator[View]:
     """The view that suits where the output goes."""
     if not live:
-
-        def write(line: str) -> None:
-            print(line, file=console.file, flush=True)
-
         yield _StillView(write)
         return
     from pearl_rl.presentation.live import LiveView
@@ -231,7 +234,7 @@ def report_outcome(outcome: Outcome, settings: Settings, folder: RunFolder, *, a
             print(line)
     if outcome.ending is Ending.TIMED_OUT:
         return _early(ExitCode.TIMEOUT, outcome.ending.value, summary, settings, folder)
-    if outcome.ending is Ending.STOPPED or summary.steps < settings.run.steps:
+    if outcome.ending in (Ending.STOPPED, Ending.UNREAD) or summary.steps < settings.run.steps:
         return _early(ExitCode.PARTIAL, outcome.ending.value, summary, settings, folder)
     return ExitCode.OK
 
