@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pearl_rl.rollout.environments.bisect_environment import BisectArguments, Bi
 from pearl_rl.rollout.environments.bisect_game import BisectGame, command
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, EnvironmentSettingsError
 from pearl_rl.rollout.environments.sandbox import SandboxLimits, SandboxPool
+from pearl_rl.rollout.environments.sandbox_folder import PREFIX, SandboxFolder, sweep
 from pearl_rl.rollout.environments.tool_runner import ToolFault, ToolReply
 
 TOOLS = {
@@ -315,10 +317,17 @@ asyncio.run(main())
 """
 
 
-def test_no_process_outlives_a_run_that_died(tmp_path: Path) -> None:
+def test_no_process_outlives_a_run_that_died_and_its_folder_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "echo.py").write_text(TOOLS["echo"])
     died = subprocess.run(
-        [sys.executable, "-c", ORPHANS, str(tmp_path / "echo.py")], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ORPHANS, str(tmp_path / "echo.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     pids = [int(pid) for pid in died.stdout.split()]
     assert (died.returncode, len(pids)) == (1, 2)
@@ -328,6 +337,44 @@ def test_no_process_outlives_a_run_that_died(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(all_gone(), 30))
+    (left,) = tmp_path.glob(f"{PREFIX}*")
+    SandboxFolder().remove()
+    assert not left.exists()
+
+
+def test_only_folders_of_ours_that_nobody_holds_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    held = SandboxFolder()
+    target = tmp_path / "target"
+    target.mkdir()
+    (tmp_path / f"{PREFIX}link").symlink_to(target)
+    (tmp_path / f"{PREFIX}file").write_text("")
+    (tmp_path / "pearl-sandbox-older").mkdir()
+    (tmp_path / f"{PREFIX}left" / "inside").mkdir(parents=True)
+    sweep()
+    kept = {held.path, target, tmp_path / f"{PREFIX}link", tmp_path / f"{PREFIX}file", tmp_path / "pearl-sandbox-older"}
+    assert set(tmp_path.iterdir()) == kept
+    held.remove()
+    assert not held.path.exists()
+
+
+def test_a_folder_that_a_sweep_takes_before_it_is_locked_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make, made = tempfile.mkdtemp, []
+
+    def swept_twice(prefix: str) -> str:
+        made.append(make(prefix=prefix))
+        if len(made) < 3:
+            sweep()
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept_twice)
+    folder = SandboxFolder()
+    assert (str(folder.path), len(made)) == (made[2], 3)
+    assert [path for path in map(Path, made) if path.exists()] == [folder.path]
+    folder.remove()
 
 
 def test_bad_pools_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pearl_rl.rollout.environments.protocol import EnvironmentFailure, EnvironmentSettingsError
+from pearl_rl.rollout.environments.sandbox_folder import SandboxFolder
 from pearl_rl.rollout.environments.tool_runner import ToolFault, ToolReply
 
 _END_S = 0.5
@@ -162,7 +162,7 @@ class SandboxPool:
         self._free: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
         for slot in self._slots:
             self._free.put_nowait(slot)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: SandboxFolder | None = None
         self._closed = False
         self.started = 0
         """Processes started so far, replacements included."""
@@ -213,7 +213,7 @@ class SandboxPool:
         for slot in self._slots:
             slot.process = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
             self._folder = None
 
     async def _attempt(self, request: dict[str, Any], *, fresh: bool = False) -> ToolReply:
@@ -279,8 +279,6 @@ class SandboxPool:
         return process
 
     async def _spawn(self) -> _Process:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="pearl-sandbox-")
         limits = {
             "parent": os.getpid(),
             "memory_bytes": self._limits.memory_bytes,
@@ -289,13 +287,15 @@ class SandboxPool:
         }
         tools = [f"{name}={file}" for name, file in self._tools.items()]
         try:
+            if self._folder is None:
+                self._folder = SandboxFolder()
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-I", "-S", str(CHILD), json.dumps(limits), *tools),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                cwd=self._folder.name,
+                cwd=self._folder.path,
                 env={"LC_ALL": "C.UTF-8"},
                 limit=self._limits.output_bytes + 4096,
                 # Ctrl-C is for the run, which ends its processes itself.
