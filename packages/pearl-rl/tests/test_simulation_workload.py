@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import random
 from statistics import fmean, median
 
@@ -13,8 +14,9 @@ from pearl_rl.errors import SettingsError
 from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.simulation.batch_run import WorkerModel, run_batch
 from pearl_rl.simulation.cluster import SimulatedCluster, simulate
+from pearl_rl.simulation.parameters import load_parameters
 from pearl_rl.simulation.scenario import scenario_from
-from pearl_rl.simulation.sources import run_scripts, session_scripts
+from pearl_rl.simulation.sources import make_workload, run_scripts, session_scripts
 from pearl_rl.simulation.turn_model import (
     BUNDLED,
     Marginal,
@@ -170,6 +172,66 @@ def test_sessions_are_replayed_turn_by_turn_with_capped_gaps(tmp_path, packed) -
         (1, 70, 0.0),
     ]
     assert [(t.prompt_tokens, t.response_tokens) for t in second.turns] == [(500, 20)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no trajectory"),
+        ("x,y\n1,2\n", ":2: belongs to no trace of sessions: it has no column trace"),
+        (SESSIONS + "3,0,0,u,10\n", ":6: has no out_tokens"),
+        (SESSIONS.replace("1300", "-5"), ":3: in_tokens = -5: must be a whole number from 0 to 1000000000"),
+        (SESSIONS.replace("1300", "1e3"), ":3: in_tokens = 1e3: must be a whole number"),
+        (SESSIONS.replace("1300", "9" * 5000), ":3: in_tokens = 9999.*…: must be a whole number"),
+        (SESSIONS.replace("900", "nan"), ":4: gap_s = nan: must be seconds from 0 on, or empty"),
+        (SESSIONS.replace("900", "inf"), ":4: gap_s = inf: must be seconds"),
+        (SESSIONS.replace("900", "-9"), ":4: gap_s = -9: must be seconds"),
+        ("\xff", "cannot be read"),
+    ],
+)
+def test_what_is_no_trace_of_sessions_is_one_line_that_names_it(tmp_path, text, said) -> None:
+    path = tmp_path / "weka.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SettingsError, match=said) as refused:
+        make_workload(scenario_from({"workload": {"replay": str(path)}}), load_parameters("paper", "qwen3-8b"))
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_sessions_of_a_spreadsheet_are_read_too(tmp_path, start) -> None:
+    path = tmp_path / "weka.csv"
+    path.write_bytes((start + SESSIONS.replace("\n", "\r\n")).encode())
+    assert len(list(session_scripts(path, WorkloadOptions()))) == 2
+
+
+def changed_model(**changes) -> str:
+    return json.dumps({**turn_model_to_json(bundled_turn_model("webshop")), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no turn model"),
+        ("[]", "has no name"),
+        ("3", "has no name"),
+        ("[" * 100_000, "is no turn model"),
+        (changed_model(wins=1), "has an unknown wins"),
+        (changed_model(turns=[1.0]), "turns: has 1 values; it needs 31"),
+        (changed_model(turns=3), "turns: "),
+        (changed_model(response=[2.0] * 30 + [1.0]), r"response: 1 follows 2; values must lie in \(0, 1e\+09\]"),
+        (changed_model(response=[math.nan] * 31), "response: nan follows 0"),
+        (changed_model(tool_s=[1e308] * 31), r"tool_s: 1e\+308 follows 0"),
+        (changed_model(task_share=None), "task_share: "),
+        (changed_model(task_share=math.nan), r"task_share = nan: must be in \[0, 1\]"),
+        (changed_model(prompt_tool=-2), r"prompt_tool = -2\.0: must be in \[-1, 1\]"),
+    ],
+)
+def test_what_is_no_turn_model_is_one_line_that_names_it(tmp_path, text, said) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SettingsError, match=said) as refused:
+        make_workload(scenario_from({"workload": {"model": str(path)}}), load_parameters("paper", "qwen3-8b"))
+    assert str(path) in str(refused.value)
 
 
 def test_a_recorded_run_is_replayed_in_the_order_of_its_dispatch(tmp_path) -> None:

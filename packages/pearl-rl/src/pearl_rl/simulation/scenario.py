@@ -101,19 +101,21 @@ class WorkloadSection(Section):
     replay: str = Field(default="", description="replay instead: a run folder, or a WEKA trace CSV")
     max_context_tokens: int = Field(default=32_768, ge=16, le=100_000_000, description="longest trajectory, tokens")
     max_turns: int = Field(default=1000, ge=1, description="most turns of a trajectory")
-    turns_scale: float | None = Field(default=None, gt=0, description="factor on turns; unset: the parameter set's")
-    turns_spread: float | None = Field(default=None, gt=0, description="exponent on turns around their median")
-    first_prompt_scale: float | None = Field(default=None, gt=0, description="factor on the first prompt")
-    prompt_scale: float | None = Field(default=None, gt=0, description="factor on new prompt tokens")
-    response_scale: float | None = Field(default=None, gt=0, description="factor on generated tokens")
-    tool_scale: float | None = Field(default=None, ge=0, description="factor on tool times")
+    turns_scale: float | None = Field(
+        default=None, gt=0, le=1e6, description="factor on turns; unset: the parameter set's"
+    )
+    turns_spread: float | None = Field(default=None, gt=0, le=10, description="exponent on turns around their median")
+    first_prompt_scale: float | None = Field(default=None, gt=0, le=1e6, description="factor on the first prompt")
+    prompt_scale: float | None = Field(default=None, gt=0, le=1e6, description="factor on new prompt tokens")
+    response_scale: float | None = Field(default=None, gt=0, le=1e6, description="factor on generated tokens")
+    tool_scale: float | None = Field(default=None, ge=0, le=1e6, description="factor on tool times")
     retained_fraction: float | None = Field(
         default=None, ge=0, le=1, description="part of the generated tokens that stays in the context"
     )
     stable_fraction: float | None = Field(
         default=None, ge=0, le=1, description="part of a prompt that the next one repeats"
     )
-    reset_s: float | None = Field(default=None, ge=0, description="time until an environment is ready, seconds")
+    reset_s: float | None = Field(default=None, ge=0, le=1e6, description="time until an environment is ready, seconds")
 
 
 class PolicySection(Section):
@@ -153,7 +155,7 @@ class RunSection(Section):
     """`[run]`: for how long, and from which seed."""
 
     duration_s: float = Field(default=7200.0, gt=0, description="no batch begins after this time, seconds")
-    steps: int = Field(default=0, ge=0, description="training steps; 0: as many as fit the duration")
+    steps: int = Field(default=0, ge=0, le=10_000_000, description="training steps; 0: as many as fit the duration")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of tasks, trajectories and reclaims")
 
 

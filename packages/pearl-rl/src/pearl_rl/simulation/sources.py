@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from pearl_rl.errors import SettingsError
 from pearl_rl.report.lines import of_run, read_lines
+from pearl_rl.settings.messages import short
 from pearl_rl.simulation.parameters import Parameters
 from pearl_rl.simulation.scenario import Scenario
 from pearl_rl.simulation.turn_model import BUNDLED, TurnModel, bundled_turn_model, turn_model_from_json
@@ -55,8 +57,10 @@ def _turn_model(name: str) -> TurnModel:
     if not name.endswith(".json"):
         raise SettingsError(f"workload.model = {name}: no such turn model; use {', '.join(BUNDLED)} or a JSON file")
     try:
-        return turn_model_from_json(json.loads(Path(name).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return turn_model_from_json(json.loads(Path(name).read_text(encoding="utf-8-sig")))
+    except OSError as error:
+        raise SettingsError(f"workload.model = {name}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"workload.model = {name}: is no turn model ({error})") from None
 
 
@@ -92,16 +96,39 @@ def session_scripts(path: Path, options: WorkloadOptions) -> Iterator[Script]:
     """The sessions of a WEKA trace, whole and in order; a context that shrinks adds one token."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [_checked(row, f"workload.replay = {path}:{reader.line_num}") for row in reader]
     except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise SettingsError(f"workload.replay = {path}: cannot be read ({reason})") from None
+    for session in _sessions(rows):
+        yield fitted(list(session_turns(session, options.tool_scale)), options)
+
+
+_SESSION_COLUMNS = ("trace", "kind", "in_tokens", "out_tokens", "gap_s")
+_MOST_TOKENS = 10**9
+
+
+def _checked(row: Mapping[str, str | None], where: str) -> Mapping[str, str]:
+    """A row of a session trace. Raises `SettingsError` for one that is none."""
+    for name in _SESSION_COLUMNS:
+        text = row.get(name)
+        if text is None:
+            what = "has no" if name in row else "belongs to no trace of sessions: it has no column"
+            raise SettingsError(f"{where}: {what} {name}")
+        if name.endswith("_tokens") and not (text.isdecimal() and int(text[:20]) <= _MOST_TOKENS):
+            raise SettingsError(f"{where}: {name} = {short(text)}: must be a whole number from 0 to {_MOST_TOKENS}")
+        if name == "gap_s" and text and not _is_time(text):
+            raise SettingsError(f"{where}: gap_s = {short(text)}: must be seconds from 0 on, or empty")
+    return row  # type: ignore[return-value]
+
+
+def _is_time(text: str) -> bool:
     try:
-        for session in _sessions(rows):
-            yield fitted(list(session_turns(session, options.tool_scale)), options)
-    except (KeyError, ValueError) as error:
-        raise SettingsError(f"workload.replay = {path}: is no trace of sessions ({error})") from None
+        return 0.0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _sessions(rows: Iterable[Mapping[str, str]]) -> Iterator[list[Mapping[str, str]]]:

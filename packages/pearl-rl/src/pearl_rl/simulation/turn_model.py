@@ -10,7 +10,7 @@ import math
 import random
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from statistics import NormalDist, correlation, fmean
@@ -18,6 +18,7 @@ from typing import Any
 
 _NORMAL = NormalDist()
 _LOWEST, _STEP, _KNOTS = -3.75, 0.25, 31
+_LARGEST = 1e9
 Sizes = Sequence[tuple[int, int, float | None]]
 """Turns of a trajectory: new prompt tokens, generated tokens, tool time after it (None: not recorded)."""
 
@@ -30,13 +31,12 @@ class Marginal:
     _logs: tuple[float, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a table that is too short, falls, or holds what is not positive."""
-        if (
-            len(self.values) != _KNOTS
-            or any(not v > 0 for v in self.values)
-            or list(self.values) != sorted(self.values)
-        ):
-            raise ValueError(f"a marginal needs {_KNOTS} positive values that never fall, got {self.values}")
+        """Raise `ValueError` for a table that is too short, falls, or holds what is not positive or too large."""
+        if len(self.values) != _KNOTS:
+            raise ValueError(f"has {len(self.values)} values; it needs {_KNOTS}")
+        for value, before in zip(self.values, (0.0, *self.values), strict=False):
+            if not 0 < value <= _LARGEST or value < before:
+                raise ValueError(f"{value:g} follows {before:g}; values must lie in (0, {_LARGEST:g}] and never fall")
         object.__setattr__(self, "_logs", tuple(math.log(value) for value in self.values))
 
     def at(self, score: float) -> float:
@@ -72,6 +72,19 @@ class Marginal:
         return cls(tuple(values))
 
 
+_MARGINALS = ("turns", "first_prompt", "new_prompt", "response", "tool_s")
+_SCALARS = (
+    "task_share",
+    "response_share",
+    "prompt_share",
+    "tool_share",
+    "turns_response",
+    "turns_prompt",
+    "response_prompt",
+    "prompt_tool",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnModel:
     """Distributions and dependence of a kind of agentic task."""
@@ -96,6 +109,13 @@ class TurnModel:
     prompt_tool: float = 0.0
     """Correlation of an observation with the time that its tool took."""
     origin: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a share outside [0, 1], or a correlation outside [-1, 1]."""
+        for name in _SCALARS:
+            least, value = (0.0 if name.endswith("_share") else -1.0), getattr(self, name)
+            if not least <= value <= 1.0:
+                raise ValueError(f"{name} = {value}: must be in [{least:g}, 1]")
 
     def trajectory(
         self, task: random.Random, own: random.Random, most: int | None = None
@@ -262,22 +282,13 @@ def _tools_follow(played: Sequence[Sizes], prompts: Sequence[Sequence[float]]) -
 
 
 def _correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    return correlation(xs, ys) if len(set(xs)) > 1 and len(set(ys)) > 1 else 0.0
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return 0.0
+    return min(1.0, max(-1.0, correlation(xs, ys)))
 
 
 # ---- bundled models -------------------------------------------------------------------------------------------------
 
-_MARGINALS = ("turns", "first_prompt", "new_prompt", "response", "tool_s")
-_SCALARS = (
-    "task_share",
-    "response_share",
-    "prompt_share",
-    "tool_share",
-    "turns_response",
-    "turns_prompt",
-    "response_prompt",
-    "prompt_tool",
-)
 BUNDLED = ("swe", "webshop", "weka")
 """Names of the bundled models."""
 
@@ -292,10 +303,19 @@ def bundled_turn_model(name: str) -> TurnModel:
 
 
 def turn_model_from_json(document: Mapping[str, Any]) -> TurnModel:
-    """The model that `turn_model_to_json` wrote. Raises `ValueError` or `TypeError` for anything else."""
-    values = dict(document)
-    for key in _MARGINALS:
-        values[key] = Marginal(tuple(float(v) for v in values[key]))
+    """The model that `turn_model_to_json` wrote. Raises `ValueError` for anything else."""
+    values = dict(document) if isinstance(document, Mapping) else {}
+    known = {item.name for item in fields(TurnModel)}
+    missing = next((key for key in ("name", *_MARGINALS) if key not in values), None)
+    if missing is not None or not values.keys() <= known:
+        raise ValueError(f"has no {missing}" if missing else f"has an unknown {sorted(values.keys() - known)[0]}")
+    try:
+        for key in _MARGINALS:
+            values[key] = Marginal(tuple(float(v) for v in values[key]))
+        for key in _SCALARS:
+            values[key] = float(values.get(key, 0.0))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}: {error}") from None
     return TurnModel(**values)
 
 
