@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pearl_planner import find_gpu, find_model, find_profile, planning_inputs
 from pearl_planner.elastic import Borrowing
 from pearl_planner.policies import Observing
 from pearl_planner.switching import SwitchCosts
@@ -40,6 +41,10 @@ class Learning(Mine):
         self.seen = seen
     def observing(self, kind, seconds):
         return Learning((*self.seen, (kind, seconds)))
+class Keen(Mine):
+    def decide(self, *, current, remaining_fraction, steps_ahead, pinned, calibrated, **given):
+        return decide(current=current, pinned=pinned, **given)
+keen = Keen()
 def make():
     return pearl()
 number = 3
@@ -119,6 +124,7 @@ def test_another_name_is_refused_with_the_known_ones(text: str) -> None:
             "return decide(**{**given, 'pinned': Configuration(prefill=1, decode=1)})",
             r"for 2 workers where a person pinned 4C; it must hold",
         ),
+        ("import sys; sys.exit(9)", r"fails when it decides: SystemExit: 9 \(wrong_for_tests\.py, line 6\)"),
     ],
 )
 def test_a_policy_with_a_mistake_is_refused_before_anything_starts(
@@ -157,6 +163,43 @@ def test_what_a_module_raises_while_it_is_imported_is_one_line(tmp_path: Path, m
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(PolicyError, match=r"cannot be imported: SyntaxError: '\(' was never closed"):
         own_policy("torn_for_tests:policy")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import sys; sys.exit(3)", r"cannot be imported: SystemExit: 3 \(odd_for_tests\.py, line 1\)"),
+        (
+            "class P(Q):\n    def __init__(self): raise SystemExit('no')",
+            "cannot be made without arguments: SystemExit: no",
+        ),
+        ("class P(Q):\n    name = 3", "has name = 3, which is no str; docs/policies.md says what each is"),
+        ("class P(Q):\n    expands = 'yes'", "has expands = 'yes', which is no bool"),
+        (
+            "class P(Q):\n    @property\n    def borrows(self): raise OSError('disk')",
+            r"fails when it is asked what it is: OSError: disk \(odd_for_tests\.py",
+        ),
+    ],
+)
+def test_a_module_that_does_odd_things_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, says: str
+) -> None:
+    before = "" if source.startswith("import") else "class Q:\n    name, expands, borrows = 'q', True, True\n"
+    (tmp_path / "odd_for_tests.py").write_text(f"{before}{source}\n    decide = None\n" if before else source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    try:
+        with pytest.raises(PolicyError, match=says):
+            own_policy("odd_for_tests:P")
+    finally:
+        sys.modules.pop("odd_for_tests", None)
+
+
+def test_a_policy_gets_every_argument_however_it_is_asked(module: str) -> None:
+    asked = planning_inputs(find_profile("swe-32k"), find_model("qwen3-8b"), find_gpu("h800"), tensor_parallel=2)
+    policy = own_policy(f"{module}:keen")
+    decision = policy.decide(workload=asked.workload, platform=asked.platform, budget_workers=3)
+    assert decision.selected.workers == 3
 
 
 def test_one_that_answers_forecasts_keeps_being_asked_for_them(module: str) -> None:

@@ -4,11 +4,13 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Unpack
 
 from pearl_planner import find_gpu, find_model, find_profile, planning_inputs
-from pearl_planner.decide import scaled
+from pearl_planner.decide import decide, scaled
 from pearl_planner.in_step import InStepPolicy
 from pearl_planner.policies import Observing, Policy, Question, Recalling
 from pearl_planner.switching import SwitchCosts
@@ -16,6 +18,12 @@ from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision, SwitchKind
 
 _NEEDS = ("name", "expands", "borrows", "decide")
+_LEFT_OUT: Mapping[str, Any] = {
+    name: parameter.default
+    for name, parameter in signature(decide).parameters.items()
+    if name in Question.__optional_keys__
+}
+"""What an argument that is left out of a question is."""
 _TRIED_WORKERS = (1, 2, 5, 8)
 _TRIED_PINS = (Configuration(prefill=4, decode=1), Configuration(colocated=4))
 
@@ -32,9 +40,7 @@ def own_policy(name: str) -> Policy:
     where the module cannot be imported, what it holds is no policy, or its answers are none.
     """
     policy = _made(name)
-    missing = [need for need in _NEEDS if not hasattr(policy, need)]
-    if missing:
-        raise PolicyError(f"policy '{name}' has no {', '.join(missing)}; docs/policies.md says what each is")
+    _check_parts(policy, name)
     # One of PEARL's own with other settings needs no watching, and others look at its type.
     if getattr(getattr(type(policy), "decide", None), "__module__", "").startswith("pearl_planner."):
         return policy  # type: ignore[no-any-return]
@@ -42,6 +48,24 @@ def own_policy(name: str) -> Policy:
     _try(watched)
     # Forecasts are made and asked about by this type alone.
     return policy if isinstance(policy, InStepPolicy) else watched
+
+
+def _check_parts(policy: Any, name: str) -> None:
+    """Raise `PolicyError` where one of a policy's parts is missing, or no such thing."""
+    try:
+        missing = [need for need in _NEEDS if not hasattr(policy, need)]
+        wrong = [
+            f"{need} = {getattr(policy, need)!r}, which is no {kind.__name__}"
+            for need, kind in (("name", str), ("expands", bool), ("borrows", bool))
+            if need not in missing and not isinstance(getattr(policy, need), kind)
+        ]
+    except (Exception, SystemExit) as error:
+        where = _where(error, type(policy).__module__)
+        raise PolicyError(f"policy '{name}' fails when it is asked what it is: {where}") from error
+    if missing:
+        raise PolicyError(f"policy '{name}' has no {', '.join(missing)}; docs/policies.md says what each is")
+    if wrong:
+        raise PolicyError(f"policy '{name}' has {wrong[0]}; docs/policies.md says what each is")
 
 
 def _made(name: str) -> Any:
@@ -55,7 +79,7 @@ def _made(name: str) -> Any:
         sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PolicyError(f"policy '{name}' cannot be imported: {_import_failure(error, module_name)}") from error
     if not hasattr(module, attribute):
         raise PolicyError(f"policy '{name}': {module_name} has no '{attribute}'")
@@ -64,11 +88,11 @@ def _made(name: str) -> Any:
         return found
     try:
         return found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PolicyError(f"policy '{name}' cannot be made without arguments: {_where(error, module_name)}") from error
 
 
-def _import_failure(error: Exception, module_name: str) -> str:
+def _import_failure(error: BaseException, module_name: str) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         hint = "; give the module's name without .py" if module_name.endswith(".py") else ""
         return f"no module '{error.name}' in {os.getcwd()}, nor installed; call from the folder that holds it{hint}"
@@ -77,12 +101,15 @@ def _import_failure(error: Exception, module_name: str) -> str:
     return str(error) if isinstance(error, ImportError) else _where(error, module_name)
 
 
-def _where(error: Exception, module_name: str) -> str:
+def _where(error: BaseException, module_name: str) -> str:
     """The error in a line, with the line of the policy's module that led to it."""
     text = f"{type(error).__name__}: {error}"
+    # A module whose import failed is not among those that are loaded.
+    tail = os.path.join("", *module_name.split(".")) + ".py"
     file = getattr(sys.modules.get(module_name), "__file__", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{text} ({os.path.relpath(file)}, line {lines[-1]})" if file and lines else text
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(f.filename, f.lineno) for f in frames if f.filename == file or f.filename.endswith(os.sep + tail)]
+    return f"{text} ({os.path.relpath(lines[-1][0])}, line {lines[-1][1]})" if lines else text
 
 
 @dataclass(frozen=True)
@@ -108,10 +135,13 @@ class _Watched:
         return self.policy.borrows
 
     def decide(self, **asked: Unpack[Question]) -> Decision:
-        """As the policy's. Raises `PolicyError` where that raises, or answers another question."""
+        """As the policy's, which gets every argument.
+
+        Raises `PolicyError` where that raises, or answers another question.
+        """
         try:
-            decision: Any = self.policy.decide(**asked)
-        except Exception as error:
+            decision: Any = self.policy.decide(**{**_LEFT_OUT, **asked})
+        except (Exception, SystemExit) as error:
             where = _where(error, type(self.policy).__module__)
             raise PolicyError(f"policy '{self.called}' fails when it decides: {where}") from error
         if not isinstance(decision, Decision):
