@@ -14,6 +14,7 @@ from pearl_planner.forecast import (
     ByClass,
     EmpiricalDurations,
     FixedRate,
+    ForecastError,
     GroupReplenishment,
     InstanceQueue,
     NoInjection,
@@ -21,7 +22,6 @@ from pearl_planner.forecast import (
     completion_times,
     decode_admissions,
     ema,
-    wape,
 )
 from pearl_planner.forecast.durations import Average
 from pearl_planner.forecast.sources import (
@@ -343,10 +343,14 @@ def test_no_correction_is_wild(windows: list[tuple[float, float]]) -> None:
     assert 1 / 3 <= correction.factor <= 3.0
 
 
-def test_wape_weighs_errors_by_tokens() -> None:
-    assert wape([(90.0, 100.0), (320.0, 300.0)]) == pytest.approx(30 / 400)
-    with pytest.raises(ValueError, match="no window measured"):
-        wape([(5.0, 0.0)])
+def test_the_error_of_forecasts_weighs_windows_by_tokens() -> None:
+    error = ForecastError()
+    error.add(5.0, 0.0)
+    assert error.wape is None, "nothing was measured yet"
+    error.add(90.0, 100.0)
+    error.add(320.0, 300.0)
+    assert error.wape == pytest.approx(35 / 400)
+    assert error.windows == 3
 
 
 # ---- section 4.2: the speed -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, init
 from pearl_planner.forecast import WindowOutcome, WorkloadPredictor
 from pearl_planner.in_step import prorsa
 from pearl_planner.policies import pearl
-from pearl_rl.control.forecasting import ForecastLoop, admission_wape, forecasting_for, prefill_wape
+from pearl_rl.control.forecasting import ForecastLoop, forecasting_for
 from pearl_rl.rollout.lifecycle import LifecycleTrace
 from pearl_rl.simulation.cluster import simulate
 from pearl_rl.simulation.data_parallel import DataParallelCosts
@@ -111,10 +111,10 @@ def test_a_simulated_run_switches_roles_inside_its_steps_and_loses_nothing() -> 
     assert result.counts.stale_served == 0
     assert result.counts.mode_switches == 0
     assert any(decision.trigger == "LoadForecast" and decision.reason == "forecast" for decision in result.decisions)
-    assert len(result.forecasts) > 3
+    assert result.prefill_forecasts.windows > 3
     brief = result.to_json(full=False)
-    assert brief["prefill_forecast_wape"] == prefill_wape(result.forecasts)
-    assert brief["admission_forecast_wape"] == admission_wape(result.forecasts)
+    assert brief["prefill_forecast_wape"] == result.prefill_forecasts.wape
+    assert brief["admission_forecast_wape"] == result.admission_forecasts.wape
 
 
 def test_the_composition_colocates_single_turns_as_pearl_does() -> None:

@@ -1,7 +1,7 @@
 """Forecasts of prefill demand and decode admissions from the lifecycles of trajectories (Prorsa 4.1, appendix B)."""
 
 from pearl_planner.forecast.admissions import Admissions, InstanceQueue, completion_times, decode_admissions
-from pearl_planner.forecast.correction import BiasCorrection, wape
+from pearl_planner.forecast.correction import BiasCorrection, ForecastError
 from pearl_planner.forecast.durations import Average, ByClass, EmpiricalDurations, ema
 from pearl_planner.forecast.injection import (
     FixedRate,
@@ -30,6 +30,7 @@ __all__ = [
     "EmpiricalDurations",
     "FixedRate",
     "Forecast",
+    "ForecastError",
     "GroupReplenishment",
     "InjectionPolicy",
     "InstanceQueue",
@@ -42,5 +43,4 @@ __all__ = [
     "completion_times",
     "decode_admissions",
     "ema",
-    "wape",
 ]

@@ -41,12 +41,26 @@ class BiasCorrection:
         return replace(self, measured=measured, forecast=forecast, windows=self.windows + 1)
 
 
-def wape(pairs: list[tuple[float, float]]) -> float:
-    """Weighted absolute percentage error over (forecast, measured): Σ|forecast - measured| / Σ measured (section 5.5).
+@dataclass(slots=True)
+class ForecastError:
+    """How far forecasts were off over a run: sums, which take the same memory however long it is."""
 
-    Raises `ValueError` where nothing was measured.
-    """
-    total = sum(measured for _, measured in pairs)
-    if total <= 0.0:
-        raise ValueError("no window measured any token: there is no error to speak of")
-    return sum(abs(forecast - measured) for forecast, measured in pairs) / total
+    windows: int = 0
+    off: float = 0.0
+    """Σ|forecast - measured|."""
+    measured: float = 0.0
+    """Σ measured."""
+
+    def add(self, forecast: float, measured: float) -> None:
+        """Take one window in: what was forecast at its begin, and what it then had (at least 0)."""
+        self.windows += 1
+        self.off += abs(forecast - measured)
+        self.measured += measured
+
+    @property
+    def wape(self) -> float | None:
+        """Weighted absolute percentage error, Σ|forecast - measured| / Σ measured (Prorsa section 5.5).
+
+        None where nothing was measured.
+        """
+        return self.off / self.measured if self.measured > 0.0 else None

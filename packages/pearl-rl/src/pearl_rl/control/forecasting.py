@@ -5,12 +5,11 @@ not known before, and a rollout that hangs shall not look busy.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final
 
 from pearl_planner.elastic import ElasticState
-from pearl_planner.forecast import Forecast, PredictorSettings, WindowOutcome, WorkloadPredictor, wape
+from pearl_planner.forecast import Forecast, ForecastError, PredictorSettings, WindowOutcome, WorkloadPredictor
 from pearl_planner.in_step import InStepPolicy
 from pearl_planner.policies import Policy
 from pearl_rl.control.scheduler import ElasticScheduler
@@ -97,17 +96,6 @@ def load_forecast(forecast: Forecast, *, live: int) -> LoadForecast:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForecastWindow:
-    """One window: what was forecast at its begin, and what it then had; full-prompt tokens."""
-
-    at_s: float
-    prefill_forecast: float
-    prefill_measured: float
-    admitted_forecast: float
-    admitted_measured: float
-
-
 class Forecasting:
     """What a policy that answers forecasts needs beside the control plane. One per run."""
 
@@ -115,7 +103,8 @@ class Forecasting:
         settings = settings or PredictorSettings()
         self.predictor = WorkloadPredictor(settings)
         self.trace = LifecycleTrace(ranks=settings.ranks)
-        self.windows: list[ForecastWindow] = []
+        self.prefill_error = ForecastError()
+        self.admission_error = ForecastError()
 
     def start(self, scheduler: ElasticScheduler) -> "asyncio.Task[None]":
         """Post forecasts to `scheduler` until the task is cancelled."""
@@ -127,15 +116,8 @@ class Forecasting:
 
     def _on_window(self, outcome: WindowOutcome) -> None:
         forecast = outcome.forecast
-        self.windows.append(
-            ForecastWindow(
-                at_s=forecast.at_s,
-                prefill_forecast=forecast.prefill_tokens,
-                prefill_measured=outcome.prefill_tokens,
-                admitted_forecast=forecast.admitted_tokens,
-                admitted_measured=outcome.admitted_tokens,
-            )
-        )
+        self.prefill_error.add(forecast.prefill_tokens, outcome.prefill_tokens)
+        self.admission_error.add(forecast.admitted_tokens, outcome.admitted_tokens)
 
 
 def forecasting_for(policy: Policy, horizon_s: float = 10.0, ranks: int = 1) -> Forecasting | None:
@@ -144,20 +126,3 @@ def forecasting_for(policy: Policy, horizon_s: float = 10.0, ranks: int = 1) -> 
     """
     settings = PredictorSettings(horizon_s=horizon_s, ranks=ranks)
     return Forecasting(settings) if isinstance(policy, InStepPolicy) else None
-
-
-def windows_of(forecasts: Forecasting | None) -> tuple[ForecastWindow, ...]:
-    """All windows of a run."""
-    return () if forecasts is None else tuple(forecasts.windows)
-
-
-def prefill_wape(windows: Sequence[ForecastWindow]) -> float | None:
-    """Error of the prefill forecasts (Prorsa section 5.5); None where nothing was measured."""
-    pairs = [(window.prefill_forecast, window.prefill_measured) for window in windows]
-    return wape(pairs) if any(measured for _, measured in pairs) else None
-
-
-def admission_wape(windows: Sequence[ForecastWindow]) -> float | None:
-    """Error of the forecasts of decode admissions; None where nothing was measured."""
-    pairs = [(window.admitted_forecast, window.admitted_measured) for window in windows]
-    return wape(pairs) if any(measured for _, measured in pairs) else None

@@ -16,12 +16,13 @@ from pearl_executor.ports import AvailabilitySource
 from pearl_executor.virtual_time import run_virtual
 from pearl_planner.catalog import CatalogError, GpuSpec, ModelSpec, find_gpu, find_model
 from pearl_planner.elastic import ElasticSettings, ElasticState, initial_state
+from pearl_planner.forecast import ForecastError
 from pearl_planner.gate import ToggleCosts
 from pearl_planner.in_step import InStepPolicy
 from pearl_planner.policies import Policy
 from pearl_planner.roofline import check_tensor_parallel
 from pearl_planner.switching import SwitchCosts
-from pearl_rl.control.forecasting import forecasting_for, windows_of
+from pearl_rl.control.forecasting import forecasting_for
 from pearl_rl.control.prediction import predicted_makespan_s
 from pearl_rl.control.refit import Refit
 from pearl_rl.control.scheduler import ElasticScheduler
@@ -344,12 +345,13 @@ class SimulatedCluster:
             decisions=watch.decisions,
             rollout_gpu_s=watch.gpu_s,
             training_busy_s=trainer.busy_s,
-            reconfiguration_s={name: tuple(values) for name, values in watch.took.items()},
+            reconfiguration_s=watch.took,
             origin=parameters.origin,
             overlap=overlapping_batches(
                 scenario.rollout.injection, scenario.policy.name, scenario.rollout.max_staleness
             ),
-            forecasts=windows_of(forecasts),
+            prefill_forecasts=ForecastError() if forecasts is None else forecasts.prefill_error,
+            admission_forecasts=ForecastError() if forecasts is None else forecasts.admission_error,
         )
 
     # ---- parts ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ those with tables their own. Nothing here is shared with the planner's closed fo
 """
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from pearl_rl.simulation.tables import AttentionSeries, Curve, KernelTables, ker
 _EXACT_TOKENS = 1024
 _COARSE = (1.0, 1.25, 1.5, 1.75)
 _MOST_TOKENS = 65_536
+_RECURRING_TOKENS = 16_384
+"""Beyond the chunks and batches that are usual."""
 _GRID = 128
 _WIDE_CHUNK = 2048
 """Chunks of so many tokens are bound by arithmetic at any context."""
@@ -358,7 +361,7 @@ def _at_batch(series: AttentionSeries, sequences: int) -> tuple[list[float], lis
     return xs, [low(x) + (high(x) - low(x)) * part for x in xs]
 
 
-def _dense(kernels: Sequence[tuple[float, Callable[[float], float]]], fixed_s: float) -> Callable[[float], float]:
+def _dense(kernels: Sequence[tuple[float, Callable[[float], float]]], fixed_s: float) -> Callable[[int], float]:
     """Σ count·kernel(tokens) + fixed, tabulated once: each count up to 1024 tokens, then on a relative grid."""
     knots = [float(m) for m in range(1, _EXACT_TOKENS)]
     size = _EXACT_TOKENS
@@ -369,13 +372,15 @@ def _dense(kernels: Sequence[tuple[float, Callable[[float], float]]], fixed_s: f
     for count, kernel in kernels:
         total += count * np.array([kernel(m) for m in knots])
     curve = Curve(zip(knots, total.tolist(), strict=True))
-    known: dict[float, float] = {}
-    """What was asked before: numbers of tokens recur."""
+    known = array("d", bytes(8 * _RECURRING_TOKENS))
+    """What was asked before, 0 where nothing was: numbers of tokens recur, and a table that fills up does not grow."""
 
-    def seconds(tokens: float) -> float:
-        found = known.get(tokens)
-        if found is None:
-            found = known[tokens] = curve(tokens) if tokens > 0 else 0.0
+    def seconds(tokens: int) -> float:
+        if tokens >= _RECURRING_TOKENS:
+            return curve(tokens)
+        found = known[tokens]
+        if not found and tokens:
+            found = known[tokens] = curve(tokens)
         return found
 
     return seconds

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from pearl_rl.control.forecasting import ForecastWindow, admission_wape, prefill_wape
+from pearl_planner.forecast import ForecastError
 from pearl_rl.observer import StepRecord
 from pearl_rl.prediction_error import prediction_error
 
@@ -97,13 +97,15 @@ class SimulationResult:
     training_busy_s: float = 0.0
     trajectory_s: float = 0.0
     """Mean time of a trajectory from its begin to its reward, seconds."""
-    reconfiguration_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    reconfiguration_s: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """`preparation`, `finalization`, `activation`, `deactivation` → how long each took, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)
     overlap: int = 1
     """Batches that were under way at a time."""
-    forecasts: tuple[ForecastWindow, ...] = ()
-    """Under a policy that answers forecasts: each window's forecast beside what it had."""
+    prefill_forecasts: ForecastError = field(default_factory=ForecastError)
+    """Under a policy that answers forecasts: how far those of prefill were off, over all windows."""
+    admission_forecasts: ForecastError = field(default_factory=ForecastError)
+    """The same for decode admissions."""
 
     @property
     def throughput(self) -> float:
@@ -163,8 +165,8 @@ class SimulationResult:
             "prediction_wape": self.prediction_error,
             "rollout_gpu_s": self.rollout_gpu_s,
             "training_busy_s": self.training_busy_s,
-            "prefill_forecast_wape": prefill_wape(self.forecasts),
-            "admission_forecast_wape": admission_wape(self.forecasts),
+            "prefill_forecast_wape": self.prefill_forecasts.wape,
+            "admission_forecast_wape": self.admission_forecasts.wape,
             "counts": asdict(self.counts),
             "engines": asdict(self.engines),
             "reconfiguration_mean_s": {name: fmean(values) for name, values in self.reconfiguration_s.items()},

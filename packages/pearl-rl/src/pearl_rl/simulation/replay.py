@@ -7,8 +7,9 @@ or, where it was not paced, what its telemetry was fitted to. With other setting
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -72,13 +73,13 @@ class RecordedUpdates(TrainingTimes):
     """Updates that take what they took in the run, in order; the last one's time when they are used up."""
 
     durations_s: tuple[float, ...]
-    used: list[None] = field(default_factory=list[None], compare=False)
+    numbers: Iterator[int] = field(default_factory=count, compare=False)
+    """0, 1, …: the update that comes next."""
 
     def update_s(self, tokens: int, gpus: int) -> float:
         """The next update, seconds."""
         del tokens, gpus
-        self.used.append(None)
-        return self.durations_s[min(len(self.used), len(self.durations_s)) - 1]
+        return self.durations_s[min(next(self.numbers), len(self.durations_s) - 1)]
 
 
 class RecordedWorkload:

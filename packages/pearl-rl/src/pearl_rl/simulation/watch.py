@@ -1,5 +1,6 @@
 """Follows the control plane of a simulation: timeline of configurations, decisions, counts, predicted step times."""
 
+from array import array
 from collections.abc import Callable
 
 from pearl_executor.calls import Action
@@ -38,9 +39,10 @@ class Watch:
         """Who keeps each step of the core."""
         self.on_trajectories: list[Callable[[Trajectory, int], None]] = []
         """Who else wants to see each trajectory, with its step."""
-        self.took: dict[str, list[float]] = {}
+        self.took: dict[str, array[float]] = {}
         """Reconfiguration → how long each took, seconds (PEARL Table 3)."""
-        self._starting: set[tuple[WorkerId, int]] = set()
+        self._starting: dict[WorkerId, int] = {}
+        """Worker → its incarnation that has started and loads its first weights."""
         self._releasing_s: float | None = None
         self._returning_s: float | None = None
         self._makespan_s = makespan_s
@@ -109,16 +111,15 @@ class Watch:
         row = self._table.rows.get(action.worker)
         if row is None or row.zone is not Zone.DEDICATED:
             return
-        process = (action.worker, action.incarnation)
         if action.name == "start":
             self._took("preparation", action.duration_s)
-            self._starting.add(process)
-        elif action.name == "load_weights" and process in self._starting:
+            self._starting[action.worker] = action.incarnation
+        elif action.name == "load_weights" and self._starting.get(action.worker) == action.incarnation:
             self._took("finalization", action.duration_s)
-            self._starting.discard(process)
+            del self._starting[action.worker]
 
     def _took(self, name: str, seconds: float) -> None:
-        self.took.setdefault(name, []).append(seconds)
+        self.took.setdefault(name, array("d")).append(seconds)
 
     def _active(self) -> list[Worker]:
         table = self._table

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Final
 
-from pearl_rl.control.forecasting import admission_wape, prefill_wape
 from pearl_rl.simulation.cluster import simulate
 from pearl_rl.simulation.experiments.bench import Bench, variant
 from pearl_rl.simulation.experiments.targets import TargetRow
@@ -104,8 +103,8 @@ class RanksJob:
             trajectory_s=result.trajectory_s,
             tokens_per_s=result.throughput,
             configuration=max(lasted, key=lambda name: lasted[name]),
-            prefill_wape=prefill_wape(result.forecasts),
-            admission_wape=admission_wape(result.forecasts),
+            prefill_wape=result.prefill_forecasts.wape,
+            admission_wape=result.admission_forecasts.wape,
             switches=result.counts.ratio_switches,
             lost=result.counts.lost_trajectories,
         )
