@@ -15,6 +15,7 @@ from pearl_executor.availability import (
     merge_sources,
     read_trace,
 )
+from pearl_executor.trace_kinds import synthetic_steps
 from pearl_executor.virtual_time import run_virtual
 from pearl_state.events import GpusOffered, GpusReclaimed
 from pearl_state.roles import Tenure
@@ -88,6 +89,61 @@ def test_the_bundled_segments_have_the_means_of_the_paper():
         rows = read_trace(bundled_trace(), segment)
         total = sum(a.count * (b.t_s - a.t_s) for a, b in pairwise([*rows, TraceRow(7200.0, 0)]))
         assert 4 + total / 7200 == pytest.approx(mean, abs=0.02)
+
+
+EVENTS = "t_ms,event,node\n0,add,a\n0,add,b\n2500,remove,a\n4000,remove,b\n4000,add,a\n"
+
+
+def test_a_trace_of_events_is_counted(tmp_path):
+    path = tmp_path / "events.csv"
+    path.write_text(EVENTS)
+    assert read_trace(path) == (TraceRow(0.0, 2), TraceRow(2.5, 1), TraceRow(4.0, 1))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("5000,lost,a", "7: event 'lost' is neither add nor remove"),
+        ("5000,add,a", "7: add of node 'a', which is there already"),
+        ("5000,remove,b", "7: remove of node 'b', which is not there"),
+        ("3000,remove,a", "7: time goes back, t_ms 3000 after 4000; sort the trace"),
+        ("nan,remove,a", "7: t_ms nan is not a finite number >= 0"),
+        ("-1,remove,a", "7: t_ms -1 is not a finite number >= 0"),
+        (",remove,a", "7: t_ms '' is not a number"),
+        ("5000", "7: event None is neither add nor remove"),
+    ],
+)
+def test_a_damaged_trace_of_events_is_refused_with_its_line(tmp_path, line, said):
+    path = tmp_path / "events.csv"
+    path.write_text(EVENTS + line + "\n")
+    with pytest.raises(ValueError, match=said) as refused:
+        read_trace(path)
+    assert str(path) in str(refused.value)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 30), st.floats(50.0, 1e4), st.floats(50.0, 1e4), st.integers(0, 9))
+def test_a_synthetic_trace_is_one_and_its_seed_s(gpus, present_s, absent_s, seed):
+    def drawn():
+        return synthetic_steps(gpus=gpus, present_s=present_s, absent_s=absent_s, until_s=5_000.0, seed=seed)
+
+    steps = drawn()
+    assert steps == drawn()
+    assert steps[0][0] == 0.0
+    assert all(a[0] < b[0] < 5_000.0 for a, b in pairwise(steps))
+    assert all(0 <= count <= gpus for _, count in steps)
+
+
+def test_gpus_of_a_synthetic_trace_are_there_as_much_of_the_time_as_asked():
+    steps = synthetic_steps(gpus=40, present_s=300.0, absent_s=100.0, until_s=1e5, seed=3)
+    held_s = sum(count * (until_s - at_s) for (at_s, count), (until_s, _) in pairwise([*steps, (1e5, 0)]))
+    assert held_s / (40 * 1e5) == pytest.approx(0.75, abs=0.02)
+    assert len(steps) == pytest.approx(2 * 40 * 1e5 / 400, rel=0.05)
+
+
+def test_a_synthetic_trace_that_would_never_be_drawn_is_refused():
+    with pytest.raises(ValueError, match=r"1000000 GPUs .* has 4e\+06 changes in 7200 s; at most 1,000,000 are drawn"):
+        synthetic_steps(gpus=1_000_000, present_s=1800.0, absent_s=1800.0, until_s=7200.0, seed=0)
 
 
 def test_the_seed_fixes_which_gpu_goes():

@@ -255,6 +255,16 @@ def test_any_scenario_finishes_with_every_trajectory_accounted_for(
     assert all(step.staleness_max <= staleness for step in result.steps)
 
 
+def test_a_synthetic_trace_is_the_seed_s_and_gpus_come_and_go_by_it() -> None:
+    sets = ["availability.trace=synthetic", "availability.present_s=200", "availability.absent_s=100", "run.steps=1"]
+    sets += ["rollout.batch=16", "run.duration_s=2000"]
+    first, again = (simulate(load_scenario("paper-segment1", sets)) for _ in range(2))
+    assert first.counts.reclaims > 0
+    assert json.dumps(first.to_json()) == json.dumps(again.to_json())
+    other = simulate(load_scenario("paper-segment1", [*sets, "run.seed=1"]))
+    assert [interval.at_s for interval in other.timeline] != [interval.at_s for interval in first.timeline]
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_scenarios_run(name) -> None:
     smaller = ["cluster.training_gpus=40", "cluster.reserved_rollout_gpus=200", "rollout.batch=480"]
@@ -276,6 +286,8 @@ def test_bundled_scenarios_run(name) -> None:
         (["model=qwen3-235b-a22b"], "use more GPUs a worker"),
         (["availability.segment=segment9"], "has no segment 'segment9'"),
         (["availability.trace=/nowhere.csv"], "cannot read the availability trace"),
+        (["availability.trace=/nowhere.csv", "cluster.max_preemptible_gpus=0"], "cannot read the availability trace"),
+        (["availability.trace=synthetic", "availability.present_s=1e-6", "availability.absent_s=1e-6"], "changes in"),
         (["parameters=other"], "no such parameter set"),
         (["workload.model=chess"], "no such turn model"),
         (["workload.replay=/nowhere"], "give a run folder"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pearl_executor.ports import AvailabilitySource
+from pearl_executor.trace_kinds import Row, counted_events, is_of_events, last_of_each_time
 from pearl_state.events import GpusOffered, GpusReclaimed
 from pearl_state.roles import Tenure
 from pearl_state.worker import GpuId
@@ -46,18 +47,21 @@ def bundled_trace() -> Path:
 def read_trace(path: str | os.PathLike[str], segment: str | None = None) -> tuple[TraceRow, ...]:
     """Read a CSV step trace: columns `t_s`, `preemptible_gpus` or `instances`, and optionally `segment`.
 
-    Without a `segment` column the whole file is the trace. Raises `ValueError` with file and line for what is no
-    trace: a missing column, time that does not grow, a count that is no whole number >= 0, an unknown segment.
+    Without a `segment` column the whole file is the trace. A trace of events, columns `t_ms`, `event` and `node`, is
+    counted. Raises `ValueError` with file and line for what is no trace: a missing column, time that does not grow, a
+    count that is no whole number >= 0, an unknown segment.
     """
     path = Path(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            rows = [(reader.line_num, row) for row in reader]
+            rows: list[tuple[int, Row]] = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot read the availability trace: {error}") from None
     if not rows:
         raise ValueError(f"{path}:1: the availability trace has no rows")
+    if is_of_events(rows[0][1]):
+        rows = last_of_each_time(counted_events(path, rows))
     column = _count_column(path, rows[0][1])
     segments: dict[str, list[TraceRow]] = {}
     for line, row in rows:
@@ -66,7 +70,7 @@ def read_trace(path: str | os.PathLike[str], segment: str | None = None) -> tupl
     return tuple(segments[_choose_segment(path, segments, segment)])
 
 
-def _count_column(path: Path, row: Mapping[str, str]) -> str:
+def _count_column(path: Path, row: Row) -> str:
     if "t_s" not in row:
         raise ValueError(f"{path}:1: the availability trace has no column t_s (seconds from its start)")
     for column in _COUNT_COLUMNS:
@@ -86,7 +90,7 @@ def _choose_segment(path: Path, segments: Mapping[str, object], segment: str | N
     return segment
 
 
-def _parse_row(where: str, row: Mapping[str, str | None], column: str, before_s: float | None) -> TraceRow:
+def _parse_row(where: str, row: Row, column: str, before_s: float | None) -> TraceRow:
     t_s = _number(where, "t_s", row["t_s"])
     if t_s < 0:
         raise ValueError(f"{where}: t_s {row['t_s']} is negative; time counts from the trace's start")

@@ -13,6 +13,7 @@ from pearl_executor.availability import FixedSource, TraceRow, TraceSource, bund
 from pearl_executor.execution import ElasticExecutor
 from pearl_executor.limits import Limits
 from pearl_executor.ports import AvailabilitySource
+from pearl_executor.trace_kinds import synthetic_steps
 from pearl_executor.virtual_time import run_virtual
 from pearl_planner.catalog import CatalogError, GpuSpec, ModelSpec, find_gpu, find_model
 from pearl_planner.elastic import ElasticSettings, ElasticState, initial_state
@@ -449,12 +450,21 @@ def engine_limits(scenario: Scenario, parameters: Parameters, model: ModelSpec, 
 
 
 def _trace(scenario: Scenario) -> tuple[TraceRow, ...]:
-    """The steps of preemptible GPUs; empty for a fixed pool."""
-    availability = scenario.availability
-    if availability.trace == "none" or not scenario.cluster.max_preemptible_gpus:
+    """The steps of preemptible GPUs; empty for a fixed pool. A file that a scenario names must be one in any case."""
+    availability, pool = scenario.availability, scenario.cluster.max_preemptible_gpus
+    if availability.trace == "none" or not (pool or availability.trace):
         return ()
-    path = availability.trace or bundled_trace()
     try:
-        return read_trace(path, availability.segment or None)
+        if availability.trace == "synthetic":
+            steps = synthetic_steps(
+                gpus=pool,
+                present_s=availability.present_s,
+                absent_s=availability.absent_s,
+                until_s=scenario.run.duration_s * availability.time_scale,
+                seed=scenario.run.seed,
+            )
+            return tuple(TraceRow(t_s, count) for t_s, count in steps)
+        rows = read_trace(availability.trace or bundled_trace(), availability.segment or None)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    return rows if pool else ()

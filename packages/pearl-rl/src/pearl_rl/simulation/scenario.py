@@ -59,7 +59,15 @@ class AvailabilitySection(Section):
     """`[availability]`: when preemptible GPUs come and go."""
 
     trace: str = Field(
-        default="", description="CSV step trace; empty for the bundled segments; 'none' for a fixed pool"
+        default="",
+        description="CSV trace of counts or of events; empty for the bundled segments; 'synthetic' for GPUs that come "
+        "and go at random; 'none' for a fixed pool",
+    )
+    present_s: float = Field(
+        default=3600.0, gt=0, le=1e9, description="mean time that a GPU of a synthetic trace is there, seconds"
+    )
+    absent_s: float = Field(
+        default=1800.0, gt=0, le=1e9, description="mean time that a GPU of a synthetic trace is away, seconds"
     )
     segment: str = Field(default="segment1", description="segment of the trace; empty where it has none")
     notice_s: float = Field(default=30.0, ge=0, description="warning before a GPU is taken, seconds")
