@@ -183,6 +183,15 @@ def test_recorded_updates_come_in_order_and_the_last_one_stays():
         (["what-if", "webshop", "--vary", "rollout.bach=16"], "rollout.bach"),
         (["what-if", "webshop", "--vary", "rollout.batch=16,32", "--seeds", "0"], "must be 1 to"),
         (["what-if", "no-such", "--vary", "rollout.batch=16"], "no scenario"),
+        (["what-if", "webshop", "--vary", "run.seed=1", "--seeds", "2"], "both choose seeds; use one of them"),
+        (["what-if", "webshop", "--vary", "run.seed=1", "--policy", "roll,roll"], "names roll twice"),
+        (["what-if", "webshop", "--vary", "run.seed=1", "--policy", ","], "--policy ,: names none"),
+        (["what-if", "webshop", "--vary", "policy.name=roll", "--policy", "pearl"], "both choose policies"),
+        (["what-if", "webshop", "--vary", "run.seed=1:900:1", "--vary", "tp=1,2"], "more than 1000 combinations"),
+        # What is wrong with the last of many values is said before the first of them is simulated.
+        (["what-if", "hyperscale", "--vary", "run.steps=1:500:1,zero"], "is not like"),
+        (["what-if", "hyperscale", "--vary", "run.steps=1,2,zero"], "run.steps = zero: must be a whole number"),
+        (["simulate", "webshop", "--policy", " , "], "names none"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):

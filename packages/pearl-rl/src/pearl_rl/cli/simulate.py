@@ -67,7 +67,10 @@ def _plans(source: str, policies: str, seeds: int, overrides: Sequence[str]) -> 
     from pearl_rl.simulation.scenario import load_scenario
 
     first = load_scenario(source, overrides)
-    names = [name.strip() for name in policies.split(",") if name.strip()] or [first.policy.name]
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if policies and not names:
+        raise CommandError(f"--policy {policies}: names none")
+    names = names or [first.policy.name]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise CommandError(f"--policy {policies}: names {twice} twice; --seeds repeats each policy")

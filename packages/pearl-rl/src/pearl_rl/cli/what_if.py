@@ -2,16 +2,22 @@
 
 import itertools
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pearl_rl.cli.compared import Row, print_rows, row_of
 from pearl_rl.cli.recordings import Recordings
 from pearl_rl.cli.simulate import check_own
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.settings.messages import short
+
+if TYPE_CHECKING:
+    from pearl_rl.simulation.scenario import Scenario
 
 _MOST_RUNS = 1000
 
@@ -27,6 +33,47 @@ def run_what_if(
     plot: Path | None,
 ) -> ExitCode:
     """Simulate every combination of the varied values, for each policy. Raises `CommandError`."""
+    knobs = _knobs(vary)
+    names = [name.strip() for name in policies.split(",") if name.strip()] or [""]
+    recorded = Path(source).is_dir()
+    if not recorded and os.sep in source and not Path(source).exists():
+        raise CommandError(f"{source}: does not exist; give the folder of a run, a TOML file or a bundled scenario")
+    _check_choices(policies, names, seeds, [key for key, _ in knobs])
+    if recorded and (names != [""] or seeds != 1):
+        raise CommandError(f"{source}: a recorded run is replayed as it was: vary planner.policy instead of --policy")
+    if plot is not None:
+        from pearl_rl.cli.report import check_target
+
+        check_target(plot)
+    grid = [dict(values) for values in itertools.product(*([(key, v) for v in values] for key, values in knobs))]
+    if not 1 <= seeds <= _MOST_RUNS or len(grid) * len(names) * seeds > _MOST_RUNS:
+        raise CommandError(
+            f"{len(grid)} values × {len(names)} policies × --seeds {seeds}: must be 1 to {_MOST_RUNS} runs"
+        )
+    points = [_Point(source, overrides, name, values, seeds) for name, values in itertools.product(names, grid)]
+    for point in points:
+        point.check(recorded=recorded)
+    slowdown = _slowdown(source) if recorded else 1.0
+    rows: list[Row] = []
+    for number, point in enumerate(points, start=1):
+        _progress(f"{number}/{len(points)} {point.label}")
+        rows.append(_replay(source, point, slowdown) if recorded else _simulate(point))
+    _progress("")
+    if as_json:
+        results = [
+            {"set": dict(point.values), "policy": point.policy or None, **row.to_json()}
+            for point, row in zip(points, rows, strict=True)
+        ]
+        print(json.dumps({"source": source, "results": results}, allow_nan=False))
+    else:
+        print_rows(f"{source}: what if", rows, rows[0], bars=True)
+    if plot is not None:
+        _plot(plot, source, knobs[0], names, rows)
+    return ExitCode.OK
+
+
+def _knobs(vary: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What is varied, and over which values. Raises `CommandError`."""
     knobs = [parse_knob(text) for text in vary]
     if not knobs:
         raise CommandError("what-if needs something to vary, like --vary cluster.max_preemptible_gpus=0,4,8")
@@ -34,41 +81,9 @@ def run_what_if(
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise CommandError(f"--vary {twice}: is given twice; give all its values in one, like --vary {twice}=1,2,3")
-    names = [name.strip() for name in policies.split(",") if name.strip()] or [""]
-    grid = [dict(values) for values in itertools.product(*([(key, v) for v in values] for key, values in knobs))]
-    if not 1 <= seeds <= _MOST_RUNS or len(grid) * len(names) * seeds > _MOST_RUNS:
-        raise CommandError(
-            f"{len(grid)} values × {len(names)} policies × --seeds {seeds}: must be 1 to {_MOST_RUNS} runs"
-        )
-    recorded = Path(source).is_dir()
-    if not recorded and os.sep in source and not Path(source).exists():
-        raise CommandError(f"{source}: does not exist; give the folder of a run, a TOML file or a bundled scenario")
-    check_own(names)
-    if recorded and (names != [""] or seeds != 1):
-        raise CommandError(f"{source}: a recorded run is replayed as it was: vary planner.policy instead of --policy")
-    if plot is not None:
-        from pearl_rl.cli.report import check_target
-
-        check_target(plot)
-    slowdown = _slowdown(source) if recorded else 1.0
-    rows: list[Row] = []
-    for number, (name, values) in enumerate(itertools.product(names, grid), start=1):
-        _progress(f"{number}/{len(names) * len(grid)}")
-        label = ", ".join(f"{key}={value}" for key, value in values.items()) + (f", {name}" if name else "")
-        chosen = [*overrides, *(f"{key}={value}" for key, value in values.items())]
-        rows.append(
-            _replay(source, chosen, label, slowdown) if recorded else _simulate(source, chosen, name, seeds, label)
-        )
-    _progress("")
-    if as_json:
-        points = [{"set": dict(v), "policy": n or None} for n, v in itertools.product(names, grid)]
-        results = [{**point, **row.to_json()} for point, row in zip(points, rows, strict=True)]
-        print(json.dumps({"source": source, "results": results}, allow_nan=False))
-    else:
-        print_rows(f"{source}: what if", rows, rows[0], bars=True)
-    if plot is not None:
-        _plot(plot, source, knobs[0], names, rows)
-    return ExitCode.OK
+    if math.prod(len(values) for _, values in knobs) > _MOST_RUNS:
+        raise CommandError(f"--vary of {' and '.join(keys)}: more than {_MOST_RUNS} combinations")
+    return knobs
 
 
 def parse_knob(text: str) -> tuple[str, list[str]]:
@@ -98,14 +113,64 @@ def _range(text: str, parts: Sequence[str]) -> Iterator[str]:
         yield str(int(value)) if whole else f"{value:.10g}"
 
 
-def _simulate(source: str, overrides: Sequence[str], policy: str, seeds: int, label: str) -> Row:
-    from pearl_rl.cli.simulate import simulate_one
-    from pearl_rl.simulation.scenario import load_scenario
+def _check_choices(policies: str, names: Sequence[str], seeds: int, keys: Sequence[str]) -> None:
+    """Raise `CommandError` where `--policy` names one twice or none, or `--vary` what that or `--seeds` chooses."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise CommandError(f"--policy {policies}: names {twice} twice; --seeds repeats each policy")
+    if policies and names == [""]:
+        raise CommandError(f"--policy {policies}: names none")
+    if policies and "policy.name" in keys:
+        raise CommandError("--vary policy.name with --policy: both choose policies; use one of them")
+    if "run.seed" in keys and seeds > 1:
+        raise CommandError(f"--vary run.seed with --seeds {seeds}: both choose seeds; use one of them")
+    check_own(names)
 
-    chosen = [*overrides, *([f"policy.name={policy}"] if policy else [])]
-    first = load_scenario(source, chosen).run.seed
-    scenarios = [load_scenario(source, [*chosen, f"run.seed={first + seed}"]) for seed in range(seeds)]
-    return row_of(label, [simulate_one(scenario) for scenario in scenarios])
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """One combination of the varied values under one policy."""
+
+    source: str
+    given: Sequence[str]
+    policy: str
+    """Empty for the scenario's own."""
+    values: Mapping[str, str]
+    seeds: int
+
+    @property
+    def label(self) -> str:
+        """What tells it from the others."""
+        return ", ".join([*(f"{key}={value}" for key, value in self.values.items()), *filter(None, [self.policy])])
+
+    @property
+    def overrides(self) -> list[str]:
+        """Settings, those that all points have in common first."""
+        policy = [f"policy.name={self.policy}"] if self.policy else []
+        return [*self.given, *(f"{key}={value}" for key, value in self.values.items()), *policy]
+
+    def scenarios(self) -> "list[Scenario]":
+        """One for each seed. Raises `SettingsError`."""
+        from pearl_rl.simulation.scenario import load_scenario
+
+        first = load_scenario(self.source, self.overrides).run.seed
+        return [load_scenario(self.source, [*self.overrides, f"run.seed={first + n}"]) for n in range(self.seeds)]
+
+    def check(self, *, recorded: bool) -> None:
+        """Raise `CommandError` for values that cannot be simulated, before anything is."""
+        if not recorded:
+            self.scenarios()
+            return
+        from pearl_rl.run_of_train import require_run
+        from pearl_rl.settings import load_settings
+
+        load_settings(require_run(Path(self.source)), [*self.overrides, 'run.resume_from=""'])
+
+
+def _simulate(point: _Point) -> Row:
+    from pearl_rl.cli.simulate import simulate_one
+
+    return row_of(point.label, [simulate_one(scenario) for scenario in point.scenarios()])
 
 
 def _slowdown(source: str) -> float:
@@ -114,11 +179,12 @@ def _slowdown(source: str) -> float:
     return calibrated(Path(source))[0].slowdown
 
 
-def _replay(source: str, overrides: Sequence[str], label: str, slowdown: float) -> Row:
+def _replay(source: str, point: _Point, slowdown: float) -> Row:
     from pearl_rl.cli.replay import replayed
     from pearl_rl.simulation.replay import read_recorded
 
-    return row_of(label, [replayed(read_recorded(Path(source), overrides, slowdown), Recordings(None, None), label)])
+    recorded = read_recorded(Path(source), point.overrides, slowdown)
+    return row_of(point.label, [replayed(recorded, Recordings(None, None), point.label)])
 
 
 def _progress(text: str) -> None:
