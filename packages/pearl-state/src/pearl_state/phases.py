@@ -6,7 +6,7 @@ environment starts, which tool runs, and how many others do the same.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
@@ -146,8 +146,35 @@ class LiveTrajectories:
         return before
 
 
-def follow_up(before: PhaseChange, phase: TrajectoryPhase, at_s: float, **changed: Any) -> PhaseChange:
+def follow_up(
+    before: PhaseChange,
+    phase: TrajectoryPhase,
+    at_s: float,
+    *,
+    turn: int | None = None,
+    prompt_tokens: int | None = None,
+    instance: WorkerId | None = None,
+    weights: int | None = None,
+    prefill_s: float | None = None,
+    startup: StartupMode | None = None,
+    tool: str = "",
+    load: int = 0,
+    accepted: bool | None = None,
+) -> PhaseChange:
     """The next record of the same trajectory: who it is and where it stands stay, what belonged to the phase goes."""
-    fresh: dict[str, Any] = {"startup": None, "tool": "", "load": 0, "accepted": None, "instance": None}
-    fresh |= {"weights": None, "prefill_s": None}
-    return replace(before, phase=phase, at_s=at_s, **{**fresh, **changed})
+    return PhaseChange(
+        trajectory=before.trajectory,
+        phase=phase,
+        at_s=at_s,
+        group=before.group,
+        task=before.task,
+        turn=before.turn if turn is None else turn,
+        prompt_tokens=before.prompt_tokens if prompt_tokens is None else prompt_tokens,
+        instance=instance,
+        weights=weights,
+        prefill_s=prefill_s,
+        startup=startup,
+        tool=tool,
+        load=load,
+        accepted=accepted,
+    )

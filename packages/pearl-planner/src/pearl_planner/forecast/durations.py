@@ -6,7 +6,7 @@ enough samples, so a rare combination falls back to what it has in common with o
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -113,6 +113,17 @@ class Average:
 Kept = TypeVar("Kept", bound=_Collects)
 
 
+class _Tally(Generic[Kept]):
+    """What is known of one class; `kept` is None before its first observation."""
+
+    __slots__ = ("ended", "kept", "running")
+
+    def __init__(self) -> None:
+        self.kept: Kept | None = None
+        self.running = 0
+        self.ended = 0
+
+
 class ByClass(Generic[Kept]):
     """One `Kept` for each class and for all that it falls back to, down to the class of everything, ().
 
@@ -123,33 +134,34 @@ class ByClass(Generic[Kept]):
     def __init__(self, make: type[Kept], least: int = 8) -> None:
         self._make = make
         self._least = least
-        self._kept: dict[Class, Kept] = {}
-        self._running: dict[Class, int] = {}
-        self._ended: dict[Class, int] = {}
+        self._tallies: dict[Class, _Tally[Kept]] = {}
+        self._chains: dict[Class, tuple[_Tally[Kept], ...]] = {}
+        """Class → its own tally and those of all that it falls back to, the broadest last."""
         self._found: dict[Class, Kept | None] = {}
 
     def began(self, kind: Class) -> None:
         """Something of `kind` began that `observe` or `left` will end."""
-        self._count(kind, 1)
+        for tally in self._chain(kind):
+            tally.running += 1
+        self._found.clear()
 
     def left(self, kind: Class) -> None:
         """Something of `kind` that began ended as nothing that is observed."""
-        self._count(kind, -1)
-
-    def _count(self, kind: Class, by: int) -> None:
-        for name in _broader(kind):
-            self._running[name] = max(0, self._running.get(name, 0) + by)
+        for tally in self._chain(kind):
+            if tally.running:
+                tally.running -= 1
         self._found.clear()
 
     def observe(self, kind: Class, value: float) -> None:
         """Take one observation of `kind` in."""
-        for name in _broader(kind):
-            kept = self._kept.get(name)
-            if kept is None:
-                kept = self._kept[name] = self._make()
-            kept.observe(value)
-            self._ended[name] = self._ended.get(name, 0) + 1
-        self._count(kind, -1)
+        for tally in self._chain(kind):
+            if tally.kept is None:
+                tally.kept = self._make()
+            tally.kept.observe(value)
+            tally.ended += 1
+            if tally.running:
+                tally.running -= 1
+        self._found.clear()
 
     def find(self, kind: Class) -> Kept | None:
         """What is known of the narrowest class around `kind` with at least `least` observations of which most have
@@ -157,22 +169,18 @@ class ByClass(Generic[Kept]):
         """
         if kind in self._found:
             return self._found[kind]
-        best: Kept | None = None
-        for name in _broader(kind):
-            kept = self._kept.get(name)
-            if kept is not None and (not name or (len(kept) >= self._least and self._ripe(name))):
-                best = kept
-                break
+        *narrower, everything = self._chain(kind)
+        known = (tally.kept for tally in narrower if tally.running <= _RUNNING * tally.ended)
+        best = next((kept for kept in known if kept is not None and len(kept) >= self._least), everything.kept)
         self._found[kind] = best
         return best
 
-    def _ripe(self, name: Class) -> bool:
-        return self._running.get(name, 0) <= _RUNNING * self._ended.get(name, 0)
-
-
-def _broader(kind: Class) -> Iterator[Class]:
-    for length in range(len(kind), -1, -1):
-        yield kind[:length]
+    def _chain(self, kind: Class) -> tuple[_Tally[Kept], ...]:
+        chain = self._chains.get(kind)
+        if chain is None:
+            names = [kind[:length] for length in range(len(kind), -1, -1)]
+            chain = self._chains[kind] = tuple(self._tallies.setdefault(name, _Tally()) for name in names)
+        return chain
 
 
 def magnitude(count: float) -> int:
