@@ -1,5 +1,6 @@
 """A report says what the run's records say, lets no string of a run become markup, and asks nobody for anything."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -8,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from typer.testing import CliRunner
 
 from pearl_rl.cli.app import app
@@ -15,6 +17,7 @@ from pearl_rl.errors import CommandError
 from pearl_rl.report.charts import CHARTS, LEARNING, staleness_histogram, step_shares
 from pearl_rl.report.diagnosis import Level, diagnose, reward_ends
 from pearl_rl.report.page import comparison_page, flat, lent_gpu_seconds, run_page, script_json, tiles
+from pearl_rl.report.raster import png
 from pearl_rl.report.run_record import percentiles, read_run
 from pearl_rl.report.standalone import framed, standalone_plots
 from pearl_rl.report.svg import Plot, number, ticks, time_ticks
@@ -344,6 +347,31 @@ def test_plots_stand_alone(run):
     assert names == {chart.key for chart in SHOWN}
 
 
+def test_a_png_shows_what_the_svg_does_where_it_does():
+    plot = Plot(200, 100, (0.0, 10.0), (0.0, 1.0), "<marks> & \x7f", left=0, right=0, top=0, bottom=0)
+    plot.bar(0.0, 5.0, 0.0, 1.0, "decode")
+    plot.bar(5.0, 10.0, 0.0, 0.5, "prefill pale")
+    plot.line([(5.5, 0.75), (9.5, 0.75)], "ink")
+    plot.line([(9.0, 0.9)], "predicted")
+    plot.text(110, 20, "words", css="axis")
+    image = Image.open(io.BytesIO(png(framed(plot, "title \x1b[31m \ud800"))))
+    head = 34
+    assert image.size == (400, 2 * (100 + head + 6))
+
+    def is_at(x, y, colour):
+        seen, wanted = image.getpixel((2 * x, 2 * (y + head))), bytes.fromhex(colour)
+        # Edges are smooth, and a line of two pixels has little else.
+        return all(abs(one - other) < 16 for one, other in zip(seen, wanted, strict=True))
+
+    assert is_at(50, 50, "2f6fde")
+    assert is_at(150, 25, "1c2024")
+    assert is_at(180, 10, "d9760f")
+    assert is_at(150, 75, "eec8a1")  # The paler one, on the paper.
+    assert is_at(150, 40, "fbfbfa")
+    assert is_at(103, 5, "fbfbfa")
+    assert not all(is_at(x, y, "fbfbfa") for x in range(110, 140) for y in range(10, 20))
+
+
 def test_the_histogram_counts_every_trajectory(run):
     assert sum(staleness_histogram(run).values()) == sum(step["trajectories"] for step in run.steps)
 
@@ -407,6 +435,9 @@ def test_the_command_writes_the_page_and_the_plots(folder, tmp_path):
     assert result.exit_code == 0
     assert out.read_text().startswith("<!doctype html>")
     assert len(list((tmp_path / "plots").glob("*.svg"))) == len(SHOWN)
+    assert {path.stem for path in (tmp_path / "plots").glob("*.png")} == {
+        path.stem for path in (tmp_path / "plots").glob("*.svg")
+    }
 
 
 @pytest.mark.parametrize("make", [lambda path: path / "none", lambda path: path])

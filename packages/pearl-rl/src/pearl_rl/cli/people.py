@@ -43,7 +43,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="HTML file; default: report.html in the folder.")
     ] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder that gets each plot as an SVG file.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder that gets each plot as SVG and PNG.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained HTML page of a run: outcome, plots, decisions with what lost, diagnosis.
@@ -101,7 +101,7 @@ def what_if(
     seeds: Annotated[int, typer.Option(help="Seeds for each combination.")] = 1,
     overrides: Overrides = None,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="SVG file that gets the throughput of each.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG or SVG file of the throughput of each.")] = None,
 ) -> None:
     """Sweep a setting over a scenario, or over a recorded run, and compare.
 

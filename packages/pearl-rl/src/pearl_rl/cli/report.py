@@ -1,4 +1,4 @@
-"""`pearl-rl report`: a run's folder as one page, and its plots as SVG files."""
+"""`pearl-rl report`: a run's folder as one page, and its plots as SVG and PNG files."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ PAGE = "report.html"
 def write_report(run_dirs: Sequence[Path], *, out: Path | None, plots: Path | None, as_json: bool) -> ExitCode:
     """Write the page of one run, or one that compares several, to `out` (default: `report.html` in the first folder).
 
-    `plots` is a folder that gets each plot as an SVG file. Raises `CommandError`.
+    `plots` is a folder that gets each plot as an SVG and a PNG file. Raises `CommandError`.
     """
     from pearl_rl.report.page import comparison_page, run_page
     from pearl_rl.report.run_record import read_run
@@ -35,29 +35,44 @@ def write_report(run_dirs: Sequence[Path], *, out: Path | None, plots: Path | No
         return ExitCode.OK
     print(f"wrote {target} ({len(page.encode()) / 1024:.0f} KiB); open it in a browser")
     if plots is not None:
-        print(f"wrote {len(drawn)} plots to {plots}")
+        print(f"wrote {len(drawn) // 2} plots to {plots}, each as SVG and as PNG")
     return ExitCode.OK
 
 
 def _write_plots(runs: "Sequence[RunRecord]", folder: Path) -> list[Path]:
-    """Each plot of each run as an SVG file; returns the files."""
+    """Each plot of each run as an SVG and a PNG file; returns the files."""
     from pearl_rl.report.standalone import standalone_plots
 
     files = []
     for run in runs:
         prefix = f"{run.path.resolve().name}-" if len(runs) > 1 else ""
         for name, text in standalone_plots(run):
-            files.append(folder / f"{prefix}{name}.svg")
-            write_text(files[-1], text)
+            for suffix in (".svg", ".png"):
+                files.append(folder / f"{prefix}{name}{suffix}")
+                write_plot(files[-1], text)
     return files
+
+
+def write_plot(path: Path, svg: str) -> None:
+    """Write a plot, as PNG where the file's name ends so, else as SVG. Raises `CommandError` as `write_text` does."""
+    if path.suffix.lower() != ".png":
+        write_text(path, svg)
+        return
+    from pearl_rl.report.raster import png
+
+    _write(path, png(svg))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write the whole file or none of it. Raises `CommandError` where it cannot be written."""
+    _write(path, text.encode("utf-8"))
+
+
+def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as part:
-            part.write_text(text, encoding="utf-8")
+            part.write_bytes(content)
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from None
 

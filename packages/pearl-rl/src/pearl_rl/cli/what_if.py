@@ -193,8 +193,8 @@ def _progress(text: str) -> None:
 
 
 def _plot(path: Path, source: str, knob: tuple[str, list[str]], policies: Sequence[str], rows: Sequence[Row]) -> None:
-    """Throughput over the first knob's values as an SVG file, a group of bars for each value."""
-    from pearl_rl.cli.report import write_text
+    """Throughput over the first knob's values, a group of bars for each value."""
+    from pearl_rl.cli.report import write_plot
     from pearl_rl.report.standalone import framed
     from pearl_rl.report.svg import Plot
 
@@ -219,4 +219,4 @@ def _plot(path: Path, source: str, knob: tuple[str, list[str]], policies: Sequen
     # What tells the bars of a group apart: their names without what the group has in common.
     names = [", ".join(part for part in row.name.split(", ") if part != f"{key}={values[0]}") for row in groups[0]]
     legend = [(colours[index % len(colours)], name) for index, name in enumerate(names) if name]
-    write_text(path, framed(plot, f"{source}: throughput over {key}", legend))
+    write_plot(path, framed(plot, f"{source}: throughput over {key}", legend))

@@ -1,5 +1,6 @@
 """The plots of a report as files that stand alone, with their style and a title inside."""
 
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -10,6 +11,8 @@ from pearl_rl.report.svg import Plot
 
 _WIDTH = 960
 _TITLE_PX, _ROW_PX, _FOOT_PX = 34, 22, 6
+_NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+"""Characters that no XML may hold; names of files and runs may."""
 _EM_PX = 7.2
 """About how wide a letter of a legend is."""
 
@@ -37,12 +40,11 @@ def framed(plot: Plot, title: str, legend: Sequence[tuple[str, str]] = ()) -> st
         x += length
     head = _TITLE_PX + ((row + 1) * _ROW_PX if legend else 0)
     width, height = plot.width, plot.height + head + _FOOT_PX
-    return (
+    return _NO_XML.sub(
+        "\ufffd",
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(plot.label)}"><style>{escape(asset("page.css"))}'
-        ".swatch.ink { fill: var(--ink); } .swatch.predicted { fill: var(--predicted); } "
-        ".swatch.cost { fill: var(--cost); } .swatch.faint { fill: var(--muted); }</style>"
+        f'role="img" aria-label="{escape(plot.label)}"><style>{escape(asset("page.css"))}{asset("plot.css")}</style>'
         f'<rect width="{width}" height="{height}" style="fill:var(--paper)"/>'
         f'<text x="8" y="23" style="font:650 16px system-ui,sans-serif;fill:var(--ink)">{escape(title)}</text>'
-        f'{swatches}<g transform="translate(0 {head})">{"".join(plot.parts)}</g></svg>\n'
+        f'{swatches}<g transform="translate(0 {head})">{"".join(plot.parts)}</g></svg>\n',
     )
