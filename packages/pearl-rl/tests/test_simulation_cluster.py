@@ -265,6 +265,29 @@ def test_a_synthetic_trace_is_the_seed_s_and_gpus_come_and_go_by_it() -> None:
     assert [interval.at_s for interval in other.timeline] != [interval.at_s for interval in first.timeline]
 
 
+@pytest.mark.parametrize("length", ["run.steps=2", "run.duration_s=150"])
+def test_progress_rises_to_the_whole_and_changes_nothing(length) -> None:
+    scenario = load_scenario("paper-fixed", [length, "rollout.batch=16", "workload.max_turns=5"])
+    parts: list[float] = []
+    told = simulate(scenario, on_progress=parts.append)
+    assert parts == sorted(parts)
+    assert (parts[0] < 0.2, parts[-1]) == (True, 1.0)
+    assert any(0.3 < part < 0.9 for part in parts)
+    assert json.dumps(told.to_json()) == json.dumps(simulate(scenario).to_json())
+
+
+def test_the_bar_is_for_terminals_and_nothing_of_it_stays(capsys, monkeypatch) -> None:
+    sets = ["run.steps=1", "rollout.batch=16", "workload.max_turns=3"]
+    words = ["simulate", "paper-fixed", "--json", *(word for text in sets for word in ("--set", text))]
+    assert app(words, standalone_mode=False) == ExitCode.OK
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert app(words, standalone_mode=False) == ExitCode.OK
+    drawn = capsys.readouterr().err
+    assert "0 of 1 simulations: pearl, seed 0" in drawn
+    assert drawn.endswith("\r\033[K")
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_scenarios_run(name) -> None:
     smaller = ["cluster.training_gpus=40", "cluster.reserved_rollout_gpus=200", "rollout.batch=480"]

@@ -1,11 +1,11 @@
 """`pearl-rl reproduce`: what the paper measured, beside what the simulation gives."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pearl_rl.cli.progress import ProgressBar
 from pearl_rl.errors import CommandError, ExitCode
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 _MOST_JOBS = 256
 _MOST_SEEDS = 100
-_BAR = 30
 
 
 def run_reproduction(
@@ -37,16 +36,9 @@ def run_reproduction(
         raise CommandError(f"--seeds {seeds}: must be from 1 to {_MOST_SEEDS}")
     if parameters:
         load_parameters(parameters, "qwen3-8b")
-    shown = sys.stderr.isatty()
-
-    def progress(done: int, of: int) -> None:
-        if shown:
-            bar = "█" * (_BAR * done // of)
-            end = "" if done < of else "\r\033[K"
-            print(f"\r{bar:░<{_BAR}} {done} of {of} simulations", end=end, file=sys.stderr, flush=True)
-
-    bench = Bench(jobs, progress, parameters=parameters)
-    rows = reproduce(targets, bench, QUICK if quick else replace(FULL, seeds=seeds))
+    with ProgressBar() as bar:
+        bench = Bench(jobs, bar.show, parameters=parameters)
+        rows = reproduce(targets, bench, QUICK if quick else replace(FULL, seeds=seeds))
     if as_json:
         print(json.dumps([row.to_json() for row in rows], allow_nan=False))
     else:

@@ -1,13 +1,14 @@
 """`pearl-rl simulate`: run a scenario under one or more policies in virtual time, and compare them."""
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pearl_executor.virtual_time import SimulationDeadlockError
 from pearl_rl.cli.compared import print_rows, row_of
+from pearl_rl.cli.progress import ProgressBar
 from pearl_rl.cli.recordings import Recordings
 from pearl_rl.errors import CommandError, ExitCode, SettingsError
 
@@ -41,17 +42,11 @@ def run_simulation(
     plans = _plans(source, policies, seeds, overrides)
     results: dict[str, list[SimulationResult]] = {}
     recorder = Recordings(record, report)
-    for number, scenario in enumerate(plans, start=1):
-        if sys.stderr.isatty():
-            print(
-                f"\r{number}/{len(plans)} {scenario.policy.name}, seed {scenario.run.seed}   ",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-        results.setdefault(scenario.policy.name, []).append(recorder.run(scenario, simulate_one))
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    with ProgressBar() as bar:
+        for number, scenario in enumerate(plans):
+            what = f"{scenario.policy.name}, seed {scenario.run.seed}"
+            simulated = partial(simulate_one, on_progress=_part(bar, number, len(plans), what))
+            results.setdefault(scenario.policy.name, []).append(recorder.run(scenario, simulated))
     if as_json:
         print(json.dumps(_document(plans[0], results, full=full), allow_nan=False))
     else:
@@ -91,13 +86,20 @@ def check_own(names: Sequence[str]) -> None:
                 raise CommandError(str(error)) from None
 
 
-def simulate_one(scenario: "Scenario", folder: "RunFolder | None" = None) -> "SimulationResult":
-    """Run one simulation, recorded in `folder` where one is given. Raises `CommandError`."""
+def _part(bar: ProgressBar, number: int, of: int, what: str) -> Callable[[float], None]:
+    """Shows a part of simulation `number`."""
+    return lambda part: bar.show(number + min(part, 0.999), of, what)
+
+
+def simulate_one(
+    scenario: "Scenario", folder: "RunFolder | None" = None, on_progress: Callable[[float], None] | None = None
+) -> "SimulationResult":
+    """Run one simulation, recorded in `folder` where one is given; see `simulate`. Raises `CommandError`."""
     from pearl_rl.own_policy import PolicyError
     from pearl_rl.simulation.cluster import simulate
 
     try:
-        return simulate(scenario, folder=folder)
+        return simulate(scenario, folder=folder, on_progress=on_progress)
     except SimulationDeadlockError as error:
         raise CommandError(
             f"{scenario.name}, policy {scenario.policy.name}: the control plane hangs: {error}", ExitCode.PARTIAL

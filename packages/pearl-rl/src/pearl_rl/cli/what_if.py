@@ -4,19 +4,21 @@ import itertools
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pearl_rl.cli.compared import Row, print_rows, row_of
+from pearl_rl.cli.progress import ProgressBar
 from pearl_rl.cli.recordings import Recordings
 from pearl_rl.cli.simulate import check_own
 from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.settings.messages import short
 
 if TYPE_CHECKING:
+    from pearl_rl.simulation.outcome import SimulationResult
     from pearl_rl.simulation.scenario import Scenario
 
 _MOST_RUNS = 1000
@@ -55,10 +57,14 @@ def run_what_if(
         point.check(recorded=recorded)
     slowdown = _slowdown(source) if recorded else 1.0
     rows: list[Row] = []
-    for number, point in enumerate(points, start=1):
-        _progress(f"{number}/{len(points)} {point.label}")
-        rows.append(_replay(source, point, slowdown) if recorded else _simulate(point))
-    _progress("")
+    with ProgressBar() as bar:
+        for number, point in enumerate(points):
+
+            def on_part(part: float, before: int = number, label: str = point.label) -> None:
+                bar.show(before + min(part, 0.999), len(points), label)
+
+            on_part(0.0)
+            rows.append(_replay(source, point, slowdown) if recorded else _simulate(point, on_part))
     if as_json:
         results = [
             {"set": dict(point.values), "policy": point.policy or None, **row.to_json()}
@@ -167,10 +173,19 @@ class _Point:
         load_settings(require_run(Path(self.source)), [*self.overrides, 'run.resume_from=""'])
 
 
-def _simulate(point: _Point) -> Row:
+def _simulate(point: _Point, on_part: Callable[[float], None]) -> Row:
     from pearl_rl.cli.simulate import simulate_one
 
-    return row_of(point.label, [simulate_one(scenario) for scenario in point.scenarios()])
+    results: list[SimulationResult] = []
+    for number, scenario in enumerate(point.scenarios()):
+        on_progress = partial(_of_seeds, on_part, number, point.seeds)
+        results.append(simulate_one(scenario, on_progress=on_progress))
+    return row_of(point.label, results)
+
+
+def _of_seeds(on_part: Callable[[float], None], number: int, seeds: int, part: float) -> None:
+    """Tell a part of seed `number` as one of the whole point."""
+    on_part((number + part) / seeds)
 
 
 def _slowdown(source: str) -> float:
@@ -185,11 +200,6 @@ def _replay(source: str, point: _Point, slowdown: float) -> Row:
 
     recorded = read_recorded(Path(source), point.overrides, slowdown)
     return row_of(point.label, [replayed(recorded, Recordings(None, None), point.label)])
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _plot(path: Path, source: str, knob: tuple[str, list[str]], policies: Sequence[str], rows: Sequence[Row]) -> None:

@@ -58,6 +58,7 @@ from pearl_rl.simulation.policies import (
     task_gate,
 )
 from pearl_rl.simulation.prior import platform_prior, workload_prior
+from pearl_rl.simulation.progress import SimulationProgress
 from pearl_rl.simulation.recording import SimulationRecording
 from pearl_rl.simulation.requests import SimulatedEngineLimits
 from pearl_rl.simulation.runtime import Conversation, SimulatedRuntime
@@ -76,14 +77,20 @@ _EMA_WEIGHT = 0.3
 
 
 def simulate(
-    scenario: Scenario, parameters: Parameters | None = None, folder: RunFolder | None = None
+    scenario: Scenario,
+    parameters: Parameters | None = None,
+    folder: RunFolder | None = None,
+    on_progress: Callable[[float], None] | None = None,
 ) -> SimulationResult:
-    """Run a scenario to its end in virtual time; `folder` gets the records of a run.
+    """Run a scenario to its end in virtual time.
 
+    `folder` gets the records of a run, `on_progress` again and again which part is done, from 0 to 1.
     Raises `SettingsError` for a scenario that cannot run or never finishes, `SimulationDeadlockError` where the
     control plane hangs.
     """
     cluster = SimulatedCluster(scenario, parameters, folder)
+    if on_progress is not None:
+        cluster.on_control.append(SimulationProgress(scenario, on_progress))
 
     async def main() -> SimulationResult:
         return await cluster.run()
@@ -348,19 +355,25 @@ class SimulatedCluster:
             training_busy_s=trainer.busy_s,
             reconfiguration_s=watch.took,
             origin=parameters.origin,
-            overlap=overlapping_batches(
-                scenario.rollout.injection, scenario.policy.name, scenario.rollout.max_staleness
-            ),
+            overlap=self._overlap(),
             prefill_forecasts=ForecastError() if forecasts is None else forecasts.prefill_error,
             admission_forecasts=ForecastError() if forecasts is None else forecasts.admission_error,
         )
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
+    def _overlap(self) -> int:
+        """Batches that are under way at a time."""
+        rollout = self.scenario.rollout
+        return overlapping_batches(rollout.injection, self.scenario.policy.name, rollout.max_staleness)
+
     def _initial_state(self) -> ElasticState:
         scenario, times = self.scenario, self.parameters.times
         workload = workload_prior(self.workload, scenario.rollout.batch, scenario.rollout.group_size)
         platform = platform_prior(self, workload)
+        if isinstance(self.setup.policy, InStepPolicy) and self.setup.policy.keeps_ratio:
+            # The ratio that it begins with stays until forecasts move it: it is for all that will be under way.
+            workload = replace(workload, batch=workload.batch * self._overlap())
         state = initial_state(
             settings=ElasticSettings(
                 policy=self.setup.policy,
