@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pearl_planner.allocate import (
+    Ahead,
     Demand,
     allocate,
     instances_for,
@@ -108,13 +109,13 @@ def test_a_switch_is_made_where_the_time_it_saves_exceeds_what_it_costs() -> Non
     current, target = Configuration(2, 6), Configuration(6, 2)
     costs = SwitchCosts(flip_s=5.0)
     # δ goes from -1/3 to 1: the load from 1.5 to 0.5, and what that stretches from 3 to 1.25.
-    verdict = weigh_switch(wanted, current=current, target=target, costs=costs, persistence_s=30.0)
+    verdict = weigh_switch(wanted, current=current, target=target, costs=costs, ahead=Ahead(persistence_s=30.0))
     assert verdict.gain_s == pytest.approx(30.0 * (1 - 1.25 / 3))
     assert verdict.cost_s == pytest.approx(4 / 8 * 5.0)
     assert verdict.switch
     # Two and a half seconds of loss against 4.2 · 0.583 of gain: not worth it.
-    assert not weigh_switch(wanted, current=current, target=target, costs=costs, persistence_s=4.2).switch
-    assert not weigh_switch(wanted, current=target, target=target, costs=costs, persistence_s=30.0).switch
+    assert not weigh_switch(wanted, current=current, target=target, costs=costs, ahead=Ahead(persistence_s=4.2)).switch
+    assert not weigh_switch(wanted, current=target, target=target, costs=costs, ahead=Ahead(persistence_s=30.0)).switch
 
 
 @given(st.floats(-0.99, 50.0), st.floats(-0.99, 50.0))
@@ -134,8 +135,45 @@ def test_never_is_a_smaller_margin_paid_for(a: float, b: float, workers: int, pr
         current=current,
         target=target_configuration(wanted, workers),
         costs=SwitchCosts(),
-        persistence_s=persist_s,
+        ahead=Ahead(persistence_s=persist_s),
     )
     assert verdict.gain_s >= 0.0
     if verdict.switch:
         assert verdict.margin > verdict.margin_before
+
+
+def test_a_switch_is_weighed_for_a_queue_until_it_is_gone_and_for_what_comes_after_it() -> None:
+    queue, after = demand(3.0, 1.0), demand(0.5, 3.0)
+    current, target = Configuration(4, 4), Configuration(6, 2)
+
+    def gain_s(**ahead: float) -> float:
+        asked = Ahead(persistence_s=30.0, later=after, **ahead)
+        return weigh_switch(queue, current=current, target=target, costs=SwitchCosts(), ahead=asked).gain_s
+
+    # The queue loads 3 / 4 of prefill, then 1 / 2: 1.5625 to 1.25. After it decode is loaded by 3 / 4, then 3 / 2.
+    now, later = 1.0 - 1.25 / 1.5625, 1.0 - 3.0 / 1.5625
+    assert gain_s(later_from_s=29.0) == pytest.approx(29.0 * now + 1.0 * later)
+    assert gain_s(later_from_s=40.0) == pytest.approx(30.0 * now)
+    assert gain_s(later_from_s=29.0, bound_s=32.0) == pytest.approx(29.0 * now + 3.0 * later)
+    assert gain_s(later_from_s=20.0, bound_s=60.0) == 0.0
+    # What is good for longer than demand is known to last is not counted: only what it would lose.
+    lasting = Ahead(persistence_s=30.0, bound_s=60.0)
+    verdict = weigh_switch(queue, current=current, target=target, costs=SwitchCosts(), ahead=lasting)
+    assert verdict.gain_s == pytest.approx(30.0 * now)
+
+
+@given(needs, needs, needs, needs, st.floats(0.0, 100.0), st.floats(0.0, 100.0), st.integers(2, 12))
+def test_what_comes_later_and_is_worse_never_makes_a_switch_better(
+    a: float, b: float, later_a: float, later_b: float, later_from_s: float, bound_s: float, workers: int
+) -> None:
+    wanted, later = demand(a, b), demand(later_a, later_b)
+    current, target = Configuration(1, workers - 1), target_configuration(wanted, workers)
+
+    def gain_s(ahead: Ahead, of: Demand = wanted) -> float:
+        return weigh_switch(of, current=current, target=target, costs=SwitchCosts(), ahead=ahead).gain_s
+
+    persistence_s = 30.0
+    alone_s = gain_s(Ahead(persistence_s=persistence_s), later)
+    now_s = gain_s(Ahead(persistence_s=persistence_s))
+    found_s = gain_s(Ahead(persistence_s=persistence_s, later=later, later_from_s=later_from_s, bound_s=bound_s))
+    assert 0.0 <= found_s <= max(now_s, alone_s) + 1e-9

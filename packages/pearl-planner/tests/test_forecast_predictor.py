@@ -360,3 +360,21 @@ def test_who_arrives_too_late_to_be_prefilled_is_no_admission_of_the_window() ->
     found = forecast(predictor, 1008.0)
     assert found.sources.tool == pytest.approx(1050.0, rel=0.05)
     assert found.admitted_raw_tokens == pytest.approx(0.5 * 1050.0, rel=0.05)
+
+
+def test_what_arrives_has_a_speed_of_its_own() -> None:
+    """100 tokens a second: a queue of prompts that newer weights make new, and a tool whose context is computed."""
+    predictor = WorkloadPredictor(PredictorSettings(returns=False))
+    for i in range(10):
+        for change in life(f"past{i}", 100.0 * i, [(1000, 10.0, 1.0, 4.0), (1050, 0.5, 1.0, 4.0)]):
+            predictor.observe(change)
+    for change in life("old", 2000.0, [(1000, 10.0, 1.0, 99.0)]):
+        if change.at_s <= 2014.0:
+            predictor.observe(change)
+    assigned(member("new", predictor), predictor, 2014.0, 1000, weights=None)
+    found = forecast(predictor, 2014.0)
+    assert found.sources.tool > 900.0
+    assert found.sources.ready + found.sources.inflight == 1000.0
+    assert found.arriving_tokens_per_s > 4.0 * found.tokens_per_s > 0.0
+    nothing = forecast(WorkloadPredictor(), 0.0)
+    assert nothing.arriving_tokens_per_s == nothing.tokens_per_s

@@ -291,7 +291,7 @@ def test_what_the_makespan_model_does_not_expect_to_be_faster_is_not_done_whatev
 
 
 def test_what_waits_for_a_full_decode_pool_is_work_for_decode() -> None:
-    """Two decode workers of 100 GB are full; half a million tokens of KV wait in front of prefill."""
+    """Two decode workers of 100 GB are full and admit nobody; 600,000 tokens want to pass."""
     full = replace(
         load(1.0, 1.0),
         resident_kv_bytes=0.9 * 2 * PLATFORM.kv_capacity_bytes,
@@ -303,17 +303,15 @@ def test_what_waits_for_a_full_decode_pool_is_work_for_decode() -> None:
     roomy = demand_of([full], 8, workload, PLATFORM)
     assert blocked is not None
     assert roomy is not None
-    assert blocked.decode_kv_bytes == pytest.approx(180e9 + 500_000 * 100_000)
+    assert blocked.decode_kv_bytes == pytest.approx(180e9 + 600_000 * 100_000)
     assert roomy.decode_kv_bytes == full.decode_kv_bytes
     assert target_configuration(blocked, 10).decode > target_configuration(roomy, 10).decode
 
 
 def test_a_full_decode_pool_must_grow_as_much_as_what_wants_to_pass_exceeds_what_does() -> None:
-    """Two workers of 100 GB, full, admit 300,000 of 900,000 tokens a window: 6 of them would admit all."""
-    full = replace(
-        load(1.0, 1.0), resident_kv_bytes=190e9, admitted_tokens=300_000.0, prefill_tokens=900_000.0, backlog_tokens=7e5
-    )
-    workload = replace(WORKLOAD, context_tokens=1e6)
+    """Two workers of 100 GB, full, admit 3 of 9 million tokens a window: 6 of them would admit all."""
+    full = replace(load(1.0, 1.0), resident_kv_bytes=190e9, admitted_tokens=3e6, prefill_tokens=9e6, backlog_tokens=7e6)
+    workload = replace(WORKLOAD, context_tokens=1e9)
 
     def decode(forecast: events.LoadForecast) -> float:
         demand = demand_of([forecast], 2, workload, PLATFORM)
@@ -323,9 +321,66 @@ def test_a_full_decode_pool_must_grow_as_much_as_what_wants_to_pass_exceeds_what
     assert decode(full) == pytest.approx(3 * 1.9)
     # Contexts that begin alike share memory: what they sum up to may exceed the pool, which then is full.
     assert decode(replace(full, resident_kv_bytes=500e9)) == pytest.approx(6.0)
-    assert decode(replace(full, admitted_tokens=900_000.0)) == pytest.approx(1.9)
-    # A trajectory that hardly ever comes back admits nothing, nor a demand without end.
-    assert decode(replace(full, admitted_tokens=1e-300)) == decode(replace(full, admitted_tokens=0.0)) < 6.0
+    assert decode(replace(full, admitted_tokens=9e6)) == pytest.approx(1.9)
+    # A trajectory that hardly ever comes back admits nothing, nor a demand without end: what is there, and all of W.
+    assert decode(replace(full, admitted_tokens=1e-300)) == decode(replace(full, admitted_tokens=0.0)) == 1.9 + 9.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.floats(0.0, 2.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1e8),
+    st.one_of(st.just(0.0), st.floats(0.0, 1e8)),
+    st.floats(0.0, 1e12),
+)
+def test_decode_demand_is_continuous_in_what_decode_holds_and_never_rises_with_what_it_admits(
+    decode: int, filled: float, step_: float, wanted: float, admitted: float, arriving_bytes: float
+) -> None:
+    pool_bytes = decode * PLATFORM.kv_capacity_bytes
+    wanted_bytes = wanted * PLATFORM.kv_bytes_per_token
+
+    def demand_bytes(resident: float, admitted_tokens: float = admitted) -> float:
+        forecast = replace(
+            load(1.0, 1.0),
+            prefill_tokens=wanted,
+            admitted_tokens=admitted_tokens,
+            resident_kv_bytes=resident,
+            decode_kv_bytes=resident + arriving_bytes,
+        )
+        demand = demand_of([forecast], decode, replace(MEASURED, context_tokens=1e9), PLATFORM)
+        assert demand is not None
+        return demand.decode_kv_bytes
+
+    resident = filled * pool_bytes
+    more = resident + 0.1 * step_ * pool_bytes
+    # A fifth of the pool lies between room for all and none; beyond that, what is wanted grows as what it multiplies.
+    steepest = (
+        2.0 + wanted_bytes / (0.6 * pool_bytes) + (pool_bytes + wanted_bytes + arriving_bytes) / (0.2 * pool_bytes)
+    )
+    assert abs(demand_bytes(more) - demand_bytes(resident)) <= steepest * (more - resident) * (1 + 1e-9) + 1.0
+    assert demand_bytes(resident, admitted * 1.5 + 1.0) <= demand_bytes(resident) * (1 + 1e-9)
+    assert demand_bytes(resident) <= resident + max(wanted_bytes, arriving_bytes) + 1.0
+
+
+def test_decode_demand_passes_from_room_for_all_to_a_full_pool_in_between() -> None:
+    def decode(filled: float) -> float:
+        forecast = replace(
+            load(1.0, 1.0),
+            resident_kv_bytes=filled * 2 * PLATFORM.kv_capacity_bytes,
+            decode_kv_bytes=filled * 2 * PLATFORM.kv_capacity_bytes,
+            admitted_tokens=3e6,
+            prefill_tokens=9e6,
+        )
+        demand = demand_of([forecast], 2, replace(WORKLOAD, context_tokens=1e9), PLATFORM)
+        assert demand is not None
+        return demand.decode
+
+    assert decode(0.6) == pytest.approx(1.2)
+    assert decode(0.7) == pytest.approx(0.5 * 1.4 + 0.5 * 3 * 1.4)
+    assert decode(0.8) == pytest.approx(3 * 1.6)
+    assert decode(0.8) == pytest.approx(decode(0.8 - 1e-9))
 
 
 def test_the_makespan_model_has_no_say_against_more_of_a_decode_memory_that_is_full() -> None:
@@ -372,3 +427,54 @@ def test_where_prefixes_are_stored_for_all_a_switch_loses_none() -> None:
     # Three workers of eight do not serve for 5 s; the prefill workers hold 64 contexts of 20,000 tokens at 20 us.
     assert kept_s == pytest.approx(3 * 5.0 / 8.0, abs=0.05)
     assert lost_s > kept_s + 3 / 8 * 64 * 20_000 * 20e-6
+
+
+def test_roles_do_not_change_for_a_queue_that_is_gone_before_they_have() -> None:
+    """Newer weights make every context new: for some seconds prefill has more work than it can do, then hardly any."""
+
+    def chosen(waiting: float, arriving_per_s: float) -> Configuration:
+        windows = [
+            replace(
+                load(6.0, 1.5, 100.0 + 10.0 * i),
+                backlog_tokens=waiting * 6.0 * 10.0 * 50_000.0,
+                arriving_tokens_per_s=arriving_per_s,
+            )
+            for i in range(SETTLED)
+        ]
+        decision = even().answer(windows, Configuration(4, 4), WORKLOAD, PLATFORM)
+        assert decision is not None
+        return decision.selected
+
+    # All of it arrives: it will go on arriving.
+    assert chosen(0.0, 50_000.0).prefill > 4
+    # Nine tenths wait, and what arrives is computed twenty times as fast: the queue lasts for 13.6 of 60 s.
+    assert chosen(0.9, 1e6) == Configuration(4, 4)
+
+
+def test_of_a_steady_load_prorsa_begins_with_the_ratio_for_all_that_is_under_way() -> None:
+    """A steady load's model keeps outside who finds no room for its KV; Prorsa keeps nobody there."""
+    tight = replace(PLATFORM, kv_capacity_bytes=20e9)
+    crowd = replace(MEASURED, batch=2_000, context_tokens=15_000.0, turn_environment_s=17.0)
+
+    def first(workload: WorkloadProfile, policy: InStepPolicy) -> Configuration:
+        return policy.decide(workload=workload, platform=tight, budget_workers=8).selected
+
+    assert first(replace(crowd, steady=True), prorsa()) == first(crowd, prorsa())
+    composed = pearl_prorsa()
+    assert first(replace(crowd, steady=True), composed) == first(replace(crowd, steady=True), composed.between)
+
+
+def test_prefixes_that_all_share_are_not_lost_by_those_that_move() -> None:
+    """Half of the contexts move between prefill workers: work for prefill, unless storage keeps them for all."""
+    moving = replace(
+        MEASURED, context_tokens=20_000.0, turn_environment_s=10.0, mean_turns=16.0, pair_moved_fraction=0.5
+    )
+
+    def chosen(workload: WorkloadProfile, keeps: bool) -> Configuration:
+        windows = [replace(load(0.5, 0.0, 100.0 + 10.0 * i, live=400), admitted_tokens=8e6) for i in range(SETTLED)]
+        decision = replace(even(), keeps_prefixes=keeps).answer(windows, Configuration(6, 2), workload, PLATFORM)
+        assert decision is not None
+        return decision.selected
+
+    assert chosen(moving, True) == chosen(replace(moving, pair_moved_fraction=0.0), True) != Configuration(6, 2)
+    assert chosen(moving, False) == Configuration(6, 2)

@@ -117,6 +117,26 @@ def test_a_simulated_run_switches_roles_inside_its_steps_and_loses_nothing() -> 
     assert brief["admission_forecast_wape"] == result.admission_forecasts.wape
 
 
+def test_prorsa_begins_with_a_ratio_for_all_batches_that_will_be_under_way() -> None:
+    def first(policy: str, batch: int, staleness: int) -> str:
+        result = small(
+            policy,
+            workload={"model": "swe", "max_turns": 4},
+            rollout={
+                "batch": batch,
+                "group_size": 8,
+                "max_staleness": staleness,
+                "injection": "continuous" if staleness else "batch",
+            },
+            cluster={"training_gpus": 4, "reserved_rollout_gpus": 16, "max_preemptible_gpus": 0},
+            run={"steps": 1},
+        )
+        return next(each.configuration for each in result.timeline if each.configuration)
+
+    alone, many = first("prorsa", 8, 0), first("prorsa", 128, 0)
+    assert first("prorsa", 8, 15) == many != alone
+
+
 def test_the_composition_colocates_single_turns_as_pearl_does() -> None:
     math = {"max_turns": 1, "response_scale": 30.0, "tool_scale": 0.0}
     both, alone = (small(policy, workload=math, run={"steps": 1}) for policy in ("pearl+prorsa", "pearl"))

@@ -145,11 +145,25 @@ class Verdict:
     target: Configuration
     switch: bool
     gain_s: float
-    """Seconds of service that the larger margin saves over `persistence_s`."""
+    """Seconds of service that the larger margin saves for as long as it is counted."""
     cost_s: float
     margin: float
     """δ of the target."""
     margin_before: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """What is known of the time for which a switch is weighed, seconds."""
+
+    persistence_s: float
+    """For how long demand is taken to last."""
+    later: Demand | None = None
+    """What is left of it once the prompts that wait now are computed; None: as much."""
+    later_from_s: float = math.inf
+    """When that is."""
+    bound_s: float = 0.0
+    """Time before which a switch cannot be taken back: what it loses after `persistence_s` counts until then."""
 
 
 def stretch(margin: float) -> float:
@@ -170,19 +184,20 @@ def weigh_switch(
     current: Configuration,
     target: Configuration,
     costs: SwitchCosts,
-    persistence_s: float,
+    ahead: Ahead,
     cached_prefill_s: float = 0.0,
 ) -> Verdict:
     """The gain of going from `current` to `target` against its cost, on the account that every policy shares.
 
     A role with load ρ = 1 / (1 + δ) stretches the time of its requests (`stretch`), so a switch from δ₀ to δ₁ saves
-    1 - stretch₁ / stretch₀ of the time for as long as the demand stays as it is (`persistence_s`). Its cost is
-    `switch_between`'s: the share of workers that do not serve meanwhile, and the cached prefixes that go with them.
+    1 - stretch₁ / stretch₀ of the time for as long as the demand stays as it is. Where it will be another one (`ahead`)
+    the saving is that of its margins from then on, and may be a loss. The cost is `switch_between`'s: the share of
+    workers that do not serve meanwhile, and the cached prefixes that go with them.
     """
     before = demand.margin(current.prefill, current.decode)
     after = demand.margin(target.prefill, target.decode)
     cost_s = switch_between(current, target, costs, cached_prefill_s).cost_s
-    gain_s = max(0.0, 1.0 - stretch(after) / stretch(before)) * persistence_s
+    gain_s = max(0.0, _saved_s(demand, current, target, ahead))
     return Verdict(
         target=target,
         switch=target != current and gain_s > cost_s,
@@ -191,3 +206,16 @@ def weigh_switch(
         margin=after,
         margin_before=before,
     )
+
+
+def _saved_s(demand: Demand, current: Configuration, target: Configuration, ahead: Ahead) -> float:
+    """Seconds that a switch saves: by the demand now, by what comes later, and what it loses beyond that."""
+
+    def saved(load: Demand) -> float:
+        before, after = (load.margin(each.prefill, each.decode) for each in (current, target))
+        return 1.0 - stretch(after) / stretch(before)
+
+    now_s = min(ahead.persistence_s, ahead.later_from_s)
+    later = saved(demand if ahead.later is None else ahead.later)
+    bound_s = max(0.0, ahead.bound_s - ahead.persistence_s)
+    return saved(demand) * now_s + later * (ahead.persistence_s - now_s) + min(0.0, later) * bound_s

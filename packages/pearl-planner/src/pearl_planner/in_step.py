@@ -6,12 +6,13 @@ A policy of this kind has two voices. Between steps and on elastic events its `d
 any other plan, and paid from the same account of switching costs.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, harmonic_mean
 from typing import Final, Unpack
 
-from pearl_planner.allocate import Demand, Verdict, target_configuration, weigh_switch
+from pearl_planner.allocate import Ahead, Demand, Verdict, target_configuration, weigh_switch
 from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import ElasticState, Step
 from pearl_planner.policies import ModelPolicy, Question, pearl
@@ -32,6 +33,9 @@ _AVERAGED: Final = 3
 
 _FULL: Final = 0.8
 """Part of the decode pool's KV from which on it is taken to be full: the rest is too small for most contexts."""
+
+_ROOMY: Final = 0.6
+"""Part of it up to which every context is taken to find room."""
 
 _TRIED: Final = 8
 """Ratios of the best accounts that the makespan model is asked about: each question costs a tenth of a millisecond."""
@@ -83,8 +87,14 @@ class InStepPolicy:
         """As `pearl_planner.decide.decide`."""
         if asked.get("pinned") is None and self.keeps_ratio:
             current = asked.get("current")
-            asked["pinned"] = current if current is not None and current.prefill else self.first
+            asked["pinned"] = current if current is not None and current.prefill else self.first or self._begin(asked)
         return self.between.decide(**asked)
+
+    def _begin(self, asked: Question) -> Configuration:
+        """The ratio of the profiles. Of those under way nobody waits outside, which the model of a steady load has."""
+        once = asked.copy()
+        once["workload"] = replace(asked["workload"], steady=False)
+        return self.between.decide(**once).selected
 
     def answer(
         self,
@@ -137,13 +147,14 @@ class InStepPolicy:
         contexts_s = forecasts[-1].live * workload.context_tokens * platform.prefill_per_token_s
         leaving_s = 0.0 if self.keeps_prefixes else contexts_s * current.workers / current.prefill
         persistence_s = max(self.persistence_s, _wanted_s(forecasts, current, target, workload, platform))
+        ahead = _ahead(forecasts[-_AVERAGED:], demand, current, persistence_s)
         verdicts = [
             weigh_switch(
                 demand,
                 current=current,
                 target=candidate,
                 costs=self.between.costs,
-                persistence_s=persistence_s,
+                ahead=ahead,
                 cached_prefill_s=leaving_s if candidate.prefill < current.prefill else 0.0,
             )
             for candidate in _on_the_way(current, target)
@@ -175,9 +186,35 @@ class InStepPolicy:
         """
         turns = workload.mean_turns or workload.turns
         load = replace(workload, batch=live, turns=turns, active_by_turn=())
+        if self.keeps_ratio:
+            load = replace(load, steady=False)
+        if self.keeps_prefixes:
+            # A trajectory that another worker takes finds there what it left.
+            load = replace(load, moved_fraction=0.0, pair_moved_fraction=0.0)
         return self.between.decide(
             workload=load, platform=platform, budget_workers=configuration.workers, pinned=configuration
         ).predicted_s
+
+
+def _ahead(forecasts: Sequence[LoadForecast], demand: Demand, current: Configuration, persistence_s: float) -> Ahead:
+    """What is known of the time after a switch: prompts that wait are computed some time, and no others come for them.
+
+    Newer weights make all contexts new at once: a queue that asks for many workers and is gone before they changed.
+    What arrives meanwhile takes its part of the workers; where it takes all, the queue lasts.
+    """
+    waiting = min(demand.prefill_tokens, fmean(forecast.backlog_tokens for forecast in forecasts))
+    arriving = demand.prefill_tokens - waiting
+    known = [forecast.arriving_tokens_per_s for forecast in forecasts if forecast.arriving_tokens_per_s > 0.0]
+    speed = harmonic_mean(known) if known else demand.prefill_tokens_per_s
+    later = replace(demand, prefill_tokens=arriving, prefill_tokens_per_s=speed)
+    queue_s = max(0.0, demand.prefill - later.prefill) * demand.horizon_s
+    free = current.prefill - later.prefill
+    return Ahead(
+        persistence_s=persistence_s,
+        later=later,
+        later_from_s=queue_s / free if free > 0.0 else math.inf,
+        bound_s=SETTLED * demand.horizon_s,
+    )
 
 
 def _on_the_way(current: Configuration, target: Configuration) -> list[Configuration]:
@@ -242,23 +279,33 @@ def is_full(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> b
     return forecast.resident_kv_bytes >= _FULL * decode * platform.kv_capacity_bytes
 
 
+def _waiting_share(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> float:
+    """Part of what wants to enter decode that waits for its memory: none while there is room for all, all of it in a
+    pool that is full, and in between as much as the pool is on its way from one to the other.
+    """
+    filled = forecast.resident_kv_bytes / (decode * platform.kv_capacity_bytes)
+    return min(1.0, max(0.0, (filled - _ROOMY) / (_FULL - _ROOMY)))
+
+
 def _decode_kv_bytes(forecast: LoadForecast, decode: int, platform: PlatformProfile) -> float:
     """K^D + K̂^D; where the decode pool is full, the KV with which it would admit all that wants to be prefilled.
 
     A full pool admits who finds room, and what waits for room waits in front of prefill: it looks like work for prefill
     and like none for decode, and would draw workers away from where they are missing. By Little's law requests stay in
     decode for as long as KV there is over KV that is admitted a second; for W^P instead of Â^D to be admitted with as
-    long a stay, the KV must be W^P / Â^D times as much.
+    long a stay, the KV must be W^P / Â^D times as much, and at most what is there and all of W^P. Continuous in what
+    the pool holds and admits.
     """
-    if not is_full(forecast, decode, platform):
+    share = _waiting_share(forecast, decode, platform)
+    if not share:
         return forecast.decode_kv_bytes
     # Contexts that begin alike share memory: their sum may exceed what is there.
     resident = min(forecast.resident_kv_bytes, decode * platform.kv_capacity_bytes)
-    if forecast.admitted_tokens < 1.0:
-        # Nobody finds room; what is expected of less than a token is a chance, by which nothing can be divided.
-        waiting = forecast.backlog_tokens * platform.kv_bytes_per_token
-        return max(forecast.decode_kv_bytes, resident + waiting)
-    return resident * max(1.0, forecast.prefill_tokens / forecast.admitted_tokens)
+    wanted = resident + forecast.prefill_tokens * platform.kv_bytes_per_token
+    # Of an expectation of less than a token nothing can be divided; long before that, all of W^P is less.
+    if resident * forecast.prefill_tokens < wanted * forecast.admitted_tokens:
+        wanted = resident * max(1.0, forecast.prefill_tokens / forecast.admitted_tokens)
+    return (1.0 - share) * forecast.decode_kv_bytes + share * wanted
 
 
 def demand_of(

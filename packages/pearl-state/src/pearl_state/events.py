@@ -212,6 +212,9 @@ class LoadForecast(_Event):
     """K^D: part of `decode_kv_bytes` that is in decode already."""
     live: int = 0
     """Trajectories that are not complete."""
+    arriving_tokens_per_s: float = 0.0
+    """θ^P for the part of `prefill_tokens` that is not there yet, of which another part may be cached; 0 where unknown:
+    then it is as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

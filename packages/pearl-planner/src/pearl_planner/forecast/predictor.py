@@ -96,6 +96,8 @@ class Forecast:
     """K^D now."""
     tokens_per_s: float
     """θ^P of one prefill instance."""
+    arriving_tokens_per_s: float
+    """θ^P for what is not there yet; `tokens_per_s` where nothing arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class WorkloadPredictor:
         )
         length, fresh = self._mix([*ready, *serving], sources.arriving)
         speed = self._speed(length, fresh, profiled_tokens_per_s)
+        coming = self._arriving_speed([*sampler, *startup, *tool, *returns], profiled_tokens_per_s)
         service = self._service(speed, fresh, profiled_tokens_per_s)
         self._close(now_s)
         factor = self.prefill_bias.factor
@@ -187,6 +190,7 @@ class WorkloadPredictor:
             admitted_kv_bytes=correction * admitted.kv_bytes * self._staying(),
             decode_kv_bytes=kv_bytes_per_token * (sum(record.prompt_tokens for record in decoding) + grown),
             tokens_per_s=speed,
+            arriving_tokens_per_s=speed if coming is None else coming,
         )
         self._open, self._arrived, self._admitted = forecast, 0.0, 0.0
         return forecast
@@ -247,6 +251,14 @@ class WorkloadPredictor:
         each_s, token_s = history.service.line(ranks / profiled)
         service_s = each_s + token_s * max(LEAST_FRESH, fresh) * length
         return max(measured, ranks * length / service_s) if service_s > 0.0 else measured
+
+    def _arriving_speed(self, arrivals: list[Arrival], profiled: float) -> float | None:
+        """θ^P for the arrivals alone; None without any."""
+        tokens = weighted_tokens(arrivals)
+        if tokens <= 0.0:
+            return None
+        new = sum(arrival.weight * arrival.computed_tokens for arrival in arrivals)
+        return self._speed(tokens / sum(arrival.weight for arrival in arrivals), new / tokens, profiled)
 
     def _service(self, speed: float, fresh: float, profiled: float) -> tuple[float, float]:
         """g on one rank, (seconds of any prompt, seconds of each token to compute): as answers told, before any as

@@ -93,6 +93,7 @@ def load_forecast(forecast: Forecast, *, live: int) -> LoadForecast:
         backlog_tokens=forecast.sources.ready + forecast.sources.inflight,
         resident_kv_bytes=forecast.decode_kv_bytes,
         live=live,
+        arriving_tokens_per_s=forecast.arriving_tokens_per_s,
     )
 
 
