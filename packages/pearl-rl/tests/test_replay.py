@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +12,7 @@ from pearl_rl.cli.app import app
 from pearl_rl.cli.replay import calibrated
 from pearl_rl.cli.what_if import parse_knob
 from pearl_rl.encoding import encode
-from pearl_rl.errors import CommandError
+from pearl_rl.errors import CommandError, ExitCode
 from pearl_rl.observer import StepRecord
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.settings import load_settings
@@ -199,6 +200,42 @@ def test_bad_input_is_one_line(words, said, capsys):
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("metrics.jsonl", '"training_s":', '"training_s":-5,"was":', "training_s = -5 of step 1"),
+        ("trajectories.jsonl", '"environment_s":', '"environment_s":-5,"was":', "environment_s = -5"),
+        ("trajectories.jsonl", '"environment_s":', '"environment_s":NaN,"was":', "environment_s = nan"),
+        ("trajectories.jsonl", '"environment_s":', '"environment_s":1e308,"was":', "never finishes"),
+        ("events.jsonl", None, "", "has no events.jsonl with events: when its GPUs came and went is not known"),
+    ],
+)
+def test_a_damaged_recording_is_one_line_and_no_figure(run, tmp_path, capsys, file, old, new, said):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    text = (folder / file).read_text()
+    assert old is None or old in text
+    (folder / file).write_text(new if old is None else text.replace(old, new, 1))
+    assert app(["replay", str(folder)], standalone_mode=False) in (ExitCode.CONFIG, ExitCode.INFEASIBLE)
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert said in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_a_recording_that_lacks_trajectories_says_so_beside_its_figures(run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"trajectories":0', '"trajectories":4'))
+    lines = (folder / "trajectories.jsonl").read_text().splitlines(keepends=True)
+    assert read_recorded(folder).missing == 0
+    (folder / "trajectories.jsonl").write_text("".join(lines[:-3]))
+    assert app(["replay", str(folder)], standalone_mode=False) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "3 of 12 trajectories are not in trajectories.jsonl: others were played in their place" in said
 
 
 def test_a_run_without_a_step_cannot_be_replayed(tmp_path):

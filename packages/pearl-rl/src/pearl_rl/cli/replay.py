@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from pearl_executor.virtual_time import SimulationDeadlockError, run_virtual
+from pearl_executor.virtual_time import SimulationDeadlockError
 from pearl_rl.cli.compared import Row, print_rows, row_of
 from pearl_rl.cli.recordings import Recordings
 from pearl_rl.errors import CommandError, ExitCode
@@ -37,11 +37,16 @@ def run_replay(
         rows.append(row_of(", ".join(overrides), [replayed(changed, recorder, "changed")]))
     base = rows[1]
     if as_json:
-        print(json.dumps({**document(run_dir, rows), "slowdown": as_was.slowdown}, allow_nan=False))
+        print(
+            json.dumps(
+                {**document(run_dir, rows), "slowdown": as_was.slowdown, "missing_trajectories": as_was.missing},
+                allow_nan=False,
+            )
+        )
     else:
         print_rows(f"{run_dir}: {len(as_was.steps)} recorded steps", rows, base)
         print(fidelity(rows[0], base, as_was.slowdown))
-        for line in assumptions(changed):
+        for line in (*gaps(as_was), *assumptions(changed)):
             print(line)
     recorder.finish(f"replay of {run_dir.resolve().name}")
     return ExitCode.OK
@@ -71,16 +76,12 @@ def calibrated(run_dir: Path) -> "tuple[Recorded, SimulationResult]":
 
 def replayed(recorded: "Recorded", recorder: Recordings, name: str) -> "SimulationResult":
     """Play one. Raises `CommandError`."""
+    from pearl_rl.simulation.cluster import run_to_end
     from pearl_rl.simulation.replay import ReplayedCluster, replay_scenario
 
     def play(_scenario: "Scenario", folder: RunFolder | None) -> "SimulationResult":
-        cluster = ReplayedCluster(recorded, folder)
-
-        async def main() -> "SimulationResult":
-            return await cluster.run()
-
         try:
-            return run_virtual(main())
+            return run_to_end(ReplayedCluster(recorded, folder))
         except SimulationDeadlockError as error:
             raise CommandError(f"{recorded.path}: the control plane hangs: {error}", ExitCode.PARTIAL) from None
 
@@ -123,6 +124,17 @@ def fidelity(recorded: Row, played: Row, slowdown: float) -> str:
     return (
         f"{pace}replayed batches take {abs(error):.1%} {'more' if error > 0 else 'less'} than recorded ones; "
         "compare changes with 'replayed'"
+    )
+
+
+def gaps(recorded: "Recorded") -> Sequence[str]:
+    """What a replay had to fill in, as the folder lacks it."""
+    if not recorded.missing:
+        return ()
+    trained = sum(step["trajectories"] for step in recorded.steps)
+    return (
+        f"{recorded.missing} of {trained} trajectories are not in trajectories.jsonl: others were played in their "
+        "place, and figures are not those of the run",
     )
 
 

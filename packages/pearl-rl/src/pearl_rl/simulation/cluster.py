@@ -91,11 +91,16 @@ def simulate(
     cluster = SimulatedCluster(scenario, parameters, folder)
     if on_progress is not None:
         cluster.on_control.append(SimulationProgress(scenario, on_progress))
+    return run_to_end(cluster)
+
+
+def run_to_end(cluster: "SimulatedCluster") -> SimulationResult:
+    """Run a cluster in virtual time. Raises as `simulate`."""
 
     async def main() -> SimulationResult:
         return await cluster.run()
 
-    policy = scenario.policy.name
+    scenario, policy = cluster.scenario, cluster.scenario.policy.name
     try:
         with _rare_collections(), _quiet():
             return run_virtual(main())

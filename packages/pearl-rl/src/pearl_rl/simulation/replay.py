@@ -145,6 +145,8 @@ class Recorded:
     model_config: Mapping[str, Any]
     training_release_s: float
     training_resume_s: float
+    missing: int = 0
+    """Trajectories that were trained on and are not recorded."""
     slowdown: float = 1.0
     """Factor on the cost of iterations: an emulated device is slower than stated where its machine is busy."""
 
@@ -164,11 +166,18 @@ def _read_recorded(path: Path, config: Path, overrides: Sequence[str], slowdown:
     steps = [step_of(line) for line in read_lines(path / "metrics.jsonl")]
     if not steps:
         raise CommandError(f"{path}: no step of this run is complete, so that nothing can be replayed")
+    for step in steps:
+        for name in ("duration_s", "rollout_s", "training_s"):
+            if step[name] < 0:
+                raise ValueError(f"{name} = {step[name]} of step {step['step']}")
     # Where a run was resumed from has no part in its replay, and may be gone.
     settings = load_settings(config, [*overrides, 'run.resume_from=""']).settings
     before = read_object(path / CONFIG_JSON)["settings"]
     changed = frozenset(_differences(before, settings.model_dump(mode="json"))) - {"run.resume_from"}
-    events = [decode_event(line) for line in read_lines(path / "events.jsonl") if line["event"] in _READ]
+    lines = list(read_lines(path / "events.jsonl"))
+    if not lines:
+        raise CommandError(f"{path}: has no events.jsonl with events: when its GPUs came and went is not known")
+    events = [decode_event(line) for line in lines if line["event"] in _READ]
     fits = [event.platform for event in events if isinstance(event, ProfileRefitted) and event.calibrated]
     gpus = [event for event in events if isinstance(event, GpusOffered | GpusReclaimed)]
     release_s, resume_s = _training_times(path, settings)
@@ -182,8 +191,13 @@ def _read_recorded(path: Path, config: Path, overrides: Sequence[str], slowdown:
         model_config=_model_config(path, settings),
         training_release_s=release_s,
         training_resume_s=resume_s,
+        missing=max(0, sum(step["trajectories"] for step in steps) - _played(path)),
         slowdown=slowdown,
     )
+
+
+def _played(path: Path) -> int:
+    return sum(1 for _ in read_lines(path / "trajectories.jsonl"))
 
 
 _READ = frozenset({"GpusOffered", "GpusReclaimed", "ProfileRefitted"})

@@ -81,11 +81,17 @@ def run_scripts(folder: Path, options: WorkloadOptions) -> Iterator[Script]:
     for line in lines:
         with of_run(folder):
             turns = [
-                (_count(turn["prompt"]), _count(turn["response"]), float(turn["environment_s"]) * options.tool_scale)
+                (_count(turn["prompt"]), _count(turn["response"]), _time(turn["environment_s"]) * options.tool_scale)
                 for turn in line["turns"]
             ]
             root, reward = f"group {line['group']}", float(line["reward"])
         yield fitted(turns, options, root=root, reward=reward)
+
+
+def _time(seconds: Any) -> float:
+    if not 0.0 <= float(seconds) < math.inf:
+        raise ValueError(f"environment_s = {seconds}")
+    return float(seconds)
 
 
 def _count(tokens: Any) -> int:
