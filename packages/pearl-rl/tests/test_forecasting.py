@@ -1,6 +1,7 @@
 """Forecasts while a run goes on: when they are made, what they look at, and what a simulation shows of them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,13 @@ from pearl_planner.forecast import WindowOutcome, WorkloadPredictor
 from pearl_planner.in_step import prorsa
 from pearl_planner.policies import pearl
 from pearl_rl.control.forecasting import ForecastLoop, forecasting_for
+from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.rollout.lifecycle import LifecycleTrace
-from pearl_rl.simulation.cluster import simulate
+from pearl_rl.simulation.cluster import SimulatedCluster, run_to_end, simulate
 from pearl_rl.simulation.data_parallel import DataParallelCosts
+from pearl_rl.simulation.outcome import SimulationResult
 from pearl_rl.simulation.scenario import scenario_from
+from pearl_rl.simulation.workload import Script, ScriptedTurn, Workload
 from pearl_state.events import Event, LoadForecast
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.trajectory import GroupId, TrajectoryId
@@ -84,8 +88,8 @@ def test_only_policies_that_answer_forecasts_pay_for_them() -> None:
     assert forecasting_for(prorsa(), 2.0).predictor.settings.horizon_s == 2.0  # type: ignore[union-attr]
 
 
-def small(policy: str, **sections: object) -> object:
-    document = {
+def document(policy: str, **sections: object) -> dict[str, object]:
+    return {
         "name": "small",
         "cluster": {"training_gpus": 4, "reserved_rollout_gpus": 8, "max_preemptible_gpus": 0},
         "availability": {"trace": "none"},
@@ -95,7 +99,10 @@ def small(policy: str, **sections: object) -> object:
         "run": {"steps": 2},
         **sections,
     }
-    return simulate(scenario_from(document))
+
+
+def small(policy: str, **sections: object) -> SimulationResult:
+    return simulate(scenario_from(document(policy, **sections)))
 
 
 def test_a_simulated_run_switches_roles_inside_its_steps_and_loses_nothing() -> None:
@@ -115,6 +122,59 @@ def test_a_simulated_run_switches_roles_inside_its_steps_and_loses_nothing() -> 
     brief = result.to_json(full=False)
     assert brief["prefill_forecast_wape"] == result.prefill_forecasts.wape
     assert brief["admission_forecast_wape"] == result.admission_forecasts.wape
+
+
+class ChangedLater:
+    """A workload whose trajectories call a tool for at least 300 s after two turns, and from then on follow `later`."""
+
+    def __init__(self, base: Workload, later: int) -> None:
+        self._base, self._later = base, later
+        self.stable_fraction = base.stable_fraction
+
+    def script(self, task: Task, sample: int) -> Script:
+        """See `Workload`. The profile of earlier steps is not of this run: it stays as it is."""
+        script = self._base.script(task, sample)
+        if sample >= 10**8:
+            return script
+        before, other = script.turns[:2], 1 + self._later
+        waits = replace(before[-1], tool_s=300.0 * other)
+        after = ScriptedTurn(
+            prompt_tokens=700 * other, response_tokens=50 * other, tool_s=3.0 * other, retained_tokens=9
+        )
+        return replace(script, turns=(*before[:-1], waits, *[after] * (3 * other)), reward=float(self._later))
+
+
+def test_what_a_simulation_forecasts_does_not_know_what_will_be() -> None:
+    """Whatever tools return after 300 s, and whatever is generated then: forecasts until then are the same."""
+
+    def forecasts(later: int) -> list[LoadForecast]:
+        found: list[LoadForecast] = []
+        cluster = SimulatedCluster(
+            scenario_from(
+                document(
+                    "prorsa",
+                    workload={"model": "swe", "max_turns": 4},
+                    rollout={"batch": 32, "group_size": 4, "max_staleness": 0},
+                    cluster={"training_gpus": 4, "reserved_rollout_gpus": 16, "max_preemptible_gpus": 0},
+                    run={"steps": 1},
+                )
+            )
+        )
+        cluster.workload = ChangedLater(cluster.workload, later)
+        cluster.on_control.append(
+            lambda event, _state, _effects: found.append(event) if isinstance(event, LoadForecast) else None
+        )
+        run_to_end(cluster)
+        return found
+
+    one, other = forecasts(0), forecasts(1)
+
+    def until(at_s: float, of: list[LoadForecast]) -> list[LoadForecast]:
+        return [forecast for forecast in of if forecast.now_s < at_s]
+
+    assert until(300.0, one) == until(300.0, other)
+    assert len([each for each in until(300.0, one) if each.prefill_tokens > 0]) > 10
+    assert until(500.0, one) != until(500.0, other), "then it is seen"
 
 
 def test_prorsa_begins_with_a_ratio_for_all_batches_that_will_be_under_way() -> None:
