@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl_rl.rollout.diagnosis import DUTY, Cause, Observation, diagnose
+from pearl_rl.rollout.diagnosis import DUTY, Cause, Observation, diagnose, told
 
 
 def test_clients_that_time_out_while_engines_idle_are_the_routers_fault_and_no_reason_to_scale_up() -> None:
@@ -49,3 +49,9 @@ def test_more_workers_are_never_the_answer_while_those_there_are_idle(seen) -> N
     assert found.duty == DUTY[found.cause]
     if seen.serving and (seen.kv_used is None or seen.kv_used < 0.9):
         assert not found.scale_up
+
+
+def test_a_rollout_that_nothing_holds_up_is_nobody_s_to_mend() -> None:
+    said = told(diagnose(Observation(serving=7, in_flight=64, running=64)))
+    assert said == "nothing holds it up, it takes that long; 64 requests run on 7 workers"
+    assert told(diagnose(Observation(serving=0))).startswith("no_worker, for the provider of GPUs to mend; nobody")

@@ -15,6 +15,9 @@ from pearl_rl.run_folder import RunFolder
 
 _CALIBRATIONS, _CLOSE_ENOUGH, _MOST_SLOWDOWN = 4, 0.03, 20.0
 
+_LEARNING = ("train.", "model.", "environment.", "rollout.", "run.seed")
+"""Settings that would have made other trajectories."""
+
 if TYPE_CHECKING:
     from pearl_rl.simulation.outcome import SimulationResult
     from pearl_rl.simulation.replay import Recorded
@@ -145,6 +148,8 @@ def assumptions(changed: "Recorded | None") -> Sequence[str]:
     lines = []
     if "cluster.max_preemptible_gpus" in changed.changed:
         lines.append("added preemptible GPUs are there from the start and never taken away")
-    if any(key.startswith("train.") for key in changed.changed):
+    if "cluster.gpus_per_worker" in changed.changed:
+        lines.append("a worker is as fast as it was, on however many GPUs")
+    if any(key.startswith(_LEARNING) for key in changed.changed):
         lines.append("trajectories and updates are the recorded ones, whatever other settings would have learned")
     return lines

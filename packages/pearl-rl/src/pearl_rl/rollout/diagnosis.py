@@ -79,6 +79,13 @@ class Diagnosis:
         return self.cause in MORE_WORKERS_HELP
 
 
+def told(found: Diagnosis) -> str:
+    """A diagnosis in a clause: what holds the rollout up, and who must act."""
+    if found.cause is Cause.NONE:
+        return f"nothing holds it up, it takes that long; {found.words}"
+    return f"{found.cause}, for the {found.duty} to mend; {found.words}"
+
+
 def diagnose(seen: Observation) -> Diagnosis:
     """The first cause that explains what is seen."""
     if not seen.serving:

@@ -22,7 +22,7 @@ from pearl_rl.rollout.buffer import (
     summarize_staleness,
 )
 from pearl_rl.rollout.counts import BufferCounts
-from pearl_rl.rollout.diagnosis import Observation, diagnose
+from pearl_rl.rollout.diagnosis import Observation, diagnose, told
 from pearl_rl.rollout.environments.protocol import TaskSource
 from pearl_rl.rollout.ledger import BatchTaken, Note, Position, RolloutLedger, SamplesRejected, StepTrained, unnoted
 from pearl_rl.rollout.lifecycle import LifecycleTrace
@@ -294,7 +294,7 @@ class PipelineScheduler:
             found = diagnose(seen[0] if seen else self._router.observe())
             raise RolloutTimeoutError(
                 f"step {step}: {batch.remaining} of {settings.batch} trajectories are not complete after "
-                f"{settings.batch_s:g} s: {found.cause}, for the {found.duty} to mend; {found.words}"
+                f"{settings.batch_s:,.0f} s: {told(found)}"
             ) from error
         finally:
             look.cancel()
