@@ -4,7 +4,8 @@
 - `pairs`: agentic turns per second under disaggregation, with a small KV budget (eviction), transfers and tool pauses.
 - `hyperscale`: one step on 10,000 GPUs with 100,000 live trajectories.
 - `flat`: cost per turn of that cluster at one, two and four tenths of its size.
-- `week`: memory after a simulated day and after a simulated week; only the records of the result may grow.
+- `week`, `month`: memory after a simulated day and at the end, of the paper's segment at batches of 64. Not run unless
+  named: a simulated week takes nine minutes of processor time, a month forty.
 
 Prints processor time, since other work on the machine only ever adds waiting. All but the first two take minutes.
 """
@@ -13,6 +14,7 @@ import argparse
 import gc
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -74,23 +76,57 @@ def flat() -> Figures:
 
 
 def week() -> Figures:
-    """Memory of long runs of a small cluster."""
-    small = ("availability.trace=none", "cluster.max_preemptible_gpus=0", "rollout.batch=16", "workload.max_turns=6")
-    timed("paper-fixed", *small, f"run.duration_s={DAY_S}")
-    day_mb = peak_mb()
-    timed("paper-fixed", *small, f"run.duration_s={7 * DAY_S}")
-    return {"day_mb": day_mb, "week_mb": peak_mb()}
+    """Memory over seven days."""
+    return memory_over(7)
+
+
+def month() -> Figures:
+    """Memory over thirty days."""
+    return memory_over(30)
+
+
+def memory_over(days: int) -> Figures:
+    """Memory of one long run, seen from inside it: its peak after the first day and after the last, and objects held.
+
+    Objects are counted without looking for garbage before, which would hide what a user's run holds.
+    """
+    days_s = days * DAY_S
+    scenario = load_scenario("paper-segment2", ("policy.name=pearl", "rollout.batch=64", f"run.duration_s={days_s}"))
+    day: list[tuple[float, int]] = []
+
+    def look(part: float) -> None:
+        if not day and part * days >= 1:
+            day.append((peak_mb(), sys.getallocatedblocks()))
+
+    began_s = time.process_time()
+    result = simulate(scenario, on_progress=look)
+    end_mb, end_blocks = peak_mb(), sys.getallocatedblocks()
+    (day_mb, day_blocks), first = day[0], sum(step.now_s <= DAY_S for step in result.steps)
+    return {
+        "seconds": time.process_time() - began_s,
+        "days": result.elapsed_s / DAY_S,
+        "day_steps": first,
+        "steps": len(result.steps),
+        "turns": result.counts.turns,
+        "day_mb": day_mb,
+        "end_mb": end_mb,
+        "day_blocks": day_blocks,
+        "end_blocks": end_blocks,
+        "kb_per_step": 1024 * (end_mb - day_mb) / (len(result.steps) - first),
+    }
 
 
 BENCHMARKS: dict[str, Callable[[], Figures]] = {
-    function.__name__: function for function in (segment, pairs, hyperscale, flat, week)
+    function.__name__: function for function in (segment, pairs, hyperscale, flat, week, month)
 }
+LONG = ("week", "month")
+"""Run only where they are named."""
 
 
 def main(names: Sequence[str], *, as_json: bool) -> None:
     """Run the benchmarks and print what they measured."""
     found: dict[str, Figures] = {}
-    for name in names or BENCHMARKS:
+    for name in names or [name for name in BENCHMARKS if name not in LONG]:
         found[name] = BENCHMARKS[name]()
         if not as_json:
             print(f"{name}: " + ", ".join(f"{key} {value:,.4g}" for key, value in found[name].items()), flush=True)
@@ -100,7 +136,9 @@ def main(names: Sequence[str], *, as_json: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"some of {', '.join(BENCHMARKS)}; default: all but {', '.join(LONG)}"
+    )
     parser.add_argument("--json", action="store_true", dest="as_json", help="one JSON object")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.names) - BENCHMARKS.keys())
