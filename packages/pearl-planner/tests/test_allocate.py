@@ -80,6 +80,21 @@ def test_no_allocation_in_the_budget_has_a_larger_margin(
         assert found.decode == instances_for(wanted.decode, found.margin)
 
 
+@given(needs.filter(bool), needs.filter(bool), st.integers(2, 40), sizes, sizes)
+def test_the_counts_of_eq_1_fit_at_the_margin_and_at_no_larger_one(
+    a: float, b: float, gpus: int, prefill_gpus: int, decode_gpus: int
+) -> None:
+    """Eq. (1) itself, without `Demand.margin`: the larger the margin, the more GPUs; ours is where they are used up."""
+    gpus = max(gpus, prefill_gpus + decode_gpus)
+    found = allocate(demand(a, b), gpus=gpus, prefill_gpus=prefill_gpus, decode_gpus=decode_gpus)
+
+    def asks(margin: float) -> int:
+        return prefill_gpus * math.ceil(a * (1 + margin)) + decode_gpus * math.ceil(b * (1 + margin))
+
+    assert asks(found.margin - 1e-6) <= gpus or not found.feasible
+    assert asks(found.margin + 1e-6) > gpus
+
+
 @given(needs, needs, st.integers(2, 40))
 def test_all_workers_get_a_role_and_the_margin_stays(a: float, b: float, workers: int) -> None:
     wanted = demand(a, b)

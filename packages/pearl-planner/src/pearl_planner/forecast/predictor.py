@@ -118,7 +118,9 @@ class WorkloadPredictor:
 
     settings: PredictorSettings = field(default_factory=PredictorSettings)
     injection: InjectionPolicy = field(default_factory=NoInjection)
-    """f(·); a scheduler may replace it as the sampler's state changes."""
+    """f(·), which whoever injects on rewards sets as its sampler's state changes. Batches, and groups that enter when
+    newer weights make room for them, follow no reward.
+    """
     live: LiveTrajectories = field(default_factory=LiveTrajectories)
     history: History = field(default_factory=History)
     prefill_bias: BiasCorrection = field(default_factory=BiasCorrection)
