@@ -32,6 +32,10 @@ def main() -> None:
     """Run the cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=CASES, help="scenarios (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first scenario (default: %(default)s)")
+    parser.add_argument(
+        "--parameters", default="paper", help="parameter set, like roll-sglang: its engines (default: %(default)s)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     arguments = parser.parse_args()
@@ -43,7 +47,8 @@ def main() -> None:
             print(f"\r{done} of {of} scenarios", end="" if done < of else "\r\033[K", file=sys.stderr, flush=True)
 
     bench = Bench(arguments.jobs, progress)
-    jobs = [QualityJob(draw(seed)) for seed in range(arguments.cases)]
+    seeds = range(arguments.first, arguments.first + arguments.cases)
+    jobs = [QualityJob(draw(seed, arguments.parameters)) for seed in seeds]
     bench.prepare(jobs)
     rows = summarize([bench.result(job) for job in jobs])
     print(json.dumps([asdict(row) for row in rows]) if arguments.json else table(rows))

@@ -254,6 +254,20 @@ def test_a_mode_switch_needs_more_than_a_change_of_ratio():
         DecideSettings(ratio_threshold=0.2, mode_threshold=0.1)
 
 
+def test_once_steps_say_how_sure_predictions_are_a_mode_needs_no_more_than_that():
+    def threshold(error):
+        return ask(8, "8C", platform=replace(PLATFORM, step_error=error)).threshold
+
+    # 3P5D is 8.2 % faster than 8C. What the switch costs is charged beside it, whatever the threshold.
+    assert [threshold(error) for error in (0.0, 0.001, 0.04, 0.3)] == [0.10, 0.05, 0.08, 0.10]
+    sure = ask(8, "8C", platform=replace(PLATFORM, step_error=0.02), steps_ahead=5.0)
+    assert (str(sure.selected), sure.reason) == ("3P5D", Reason.BEST)
+    assert ask(8, "8C", platform=replace(PLATFORM, step_error=0.02), steps_ahead=0.0).reason is Reason.COST_EXCEEDS_GAIN
+    # And back again only for as much.
+    back = ask(8, "3P5D", platform=replace(PLATFORM, step_error=0.02, overhead_per_turn_s=0.0))
+    assert back.reason is Reason.ALREADY_BEST or back.threshold == 0.05
+
+
 def test_a_blocked_mode_switch_does_not_block_a_better_ratio():
     """Colocation is best by 9 %, too little for a mode switch; the ratio at hand is bad enough for a flip."""
     platform = replace(PLATFORM, overhead_per_turn_s=0.0)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from pearl_planner.extended import ExtendedModel
-from pearl_planner.fit import fit_workload
 from pearl_planner.makespan import MakespanModel, PrintedModel
+from pearl_planner.workload_fit import fit_workload
 from pearl_state.configuration import Configuration
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.samples import TurnSample

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl_planner.extended import ExtendedModel
-from pearl_planner.fit import FitSettings, StepMeasurement, fit_overhead, fit_platform, fit_workload
+from pearl_planner.fit import FitSettings, StepMeasurement, fit_overhead, fit_platform
 from pearl_planner.makespan import PrintedModel
 from pearl_planner.robust import clipped_mean, quantiles, robust_line, weighted_median
+from pearl_planner.workload_fit import fit_workload
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -361,10 +362,41 @@ def test_a_mode_that_no_step_shows_leaves_over_half_of_what_the_other_one_does()
     model = ExtendedModel(workload, platform)
     colocated = StepMeasurement(segments=((Configuration(colocated=4), model.colocated(4).total_s + 2.0),))
     known = fit_overhead([colocated] * 2, workload=workload, platform=platform).profile
-    assert known.overhead_per_turn_s == pytest.approx(0.2)
+    # A stall of the worker holds up all on it: it is less than what a turn of theirs leaves over.
+    assert 0.1 < known.overhead_per_turn_s < 0.2
+    assert ExtendedModel(workload, known).colocated(4).total_s == pytest.approx(colocated.makespan_s)
     assert known.handover_s == pytest.approx(0.1)
     assert "half of what steps in colocation leave over" in known.origin["handover_s"]
     paired = StepMeasurement(segments=((Configuration(2, 2), model.total_s(2, 2)),))
     both = fit_overhead([colocated] * 2 + [paired] * 2, workload=workload, platform=platform).profile
-    assert both.overhead_per_turn_s == pytest.approx(0.2)
+    assert both.overhead_per_turn_s == pytest.approx(known.overhead_per_turn_s)
     assert both.handover_s == pytest.approx(0.0, abs=1e-9)
+    slow = StepMeasurement(segments=((Configuration(2, 2), model.total_s(2, 2) + 2.0),))
+    other = fit_overhead([slow] * 2, workload=workload, platform=platform).profile
+    assert other.handover_s > 0.1
+    left_s = 10 * other.handover_s
+    assert ExtendedModel(workload, other).colocated(4).total_s - model.colocated(4).total_s == pytest.approx(
+        0.5 * left_s, rel=1e-6
+    )
+
+
+def test_a_step_is_explained_by_who_was_slowest_in_it_and_steps_that_agree_say_how_sure_predictions_are():
+    workload = WorkloadProfile(batch=8, turns=10, new_prompt_tokens=10, response_tokens=10, turn_environment_s=0.1)
+    platform = replace(PRIOR, decode_fixed_s=0.02, decode_per_sequence_s=0.001, prefill_per_token_s=0.001)
+    truth = replace(platform, overhead_per_turn_s=0.05)
+
+    def step(turns, factor=1.0):
+        own = replace(workload, turns=turns, slowest_turns=turns, environment_s=3.0)
+        took_s = factor * ExtendedModel(own, truth).colocated(4).total_s
+        return StepMeasurement(
+            segments=((Configuration(colocated=4), took_s),), turns=turns, slowest_turns=turns, environment_s=3.0
+        )
+
+    lucky = [step(turns) for turns in (6.0, 10.0, 14.0, 20.0)]
+    fit = fit_overhead(lucky, workload=workload, platform=platform).profile
+    assert fit.overhead_per_turn_s == pytest.approx(0.05, rel=1e-6)
+    assert fit.step_error == pytest.approx(0.0, abs=1e-9)
+    unlike = [step(10.0, factor) for factor in (0.96, 1.0, 1.04, 1.08)]
+    unsure = fit_overhead(unlike, workload=workload, platform=platform).profile
+    assert 0.01 < unsure.step_error < 0.1
+    assert fit_overhead(unlike[:3], workload=workload, platform=platform).profile.step_error == 0.0

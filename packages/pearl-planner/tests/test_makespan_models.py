@@ -34,9 +34,18 @@ BARE_PLATFORMS = st.builds(
     transfer_bytes_per_s=st.floats(1e6, 1e12),
     overhead_per_turn_s=st.floats(0.0, 2.0),
 )
+
+
+def _grown(w, growth):
+    contexts = tuple(w.context_tokens * (1.0 + growth * turn) for turn in range(len(w.active_by_turn)))
+    return replace(w, context_by_turn=contexts)
+
+
 FULL_WORKLOADS = st.builds(
     replace,
     BARE_WORKLOADS,
+    slowest_turns=st.sampled_from([0.0, 1.0, 6.0, 30.0]),
+    decoded_context_tokens=st.sampled_from([0.0, 3000.0, 30_000.0]),
     context_tokens=st.floats(0.0, 40_000.0),
     turn_environment_s=st.sampled_from([0.0, 0.01, 0.5, 5.0]),
     mean_turns=st.sampled_from([0.0, 0.5, 3.0]),
@@ -44,9 +53,12 @@ FULL_WORKLOADS = st.builds(
         lambda a: (1.0, *sorted(a, reverse=True)) if a else ()
     ),
 )
+FULL_WORKLOADS = st.builds(_grown, FULL_WORKLOADS, st.sampled_from([0.0, 0.1, 2.0]))
 FULL_PLATFORMS = st.builds(
     replace,
     BARE_PLATFORMS,
+    decode_per_context_token_s=st.sampled_from([0.0, 1e-8, 1e-6]),
+    decode_context_tokens=st.sampled_from([0.0, 8000.0]),
     prefix_capacity_tokens=st.sampled_from([0.0, 1e4, 1e6]),
     kv_capacity_bytes=st.sampled_from([0.0, 1e9, 1e11]),
     handover_s=st.sampled_from([0.0, 0.01, 1.0]),
@@ -174,8 +186,8 @@ def test_work_counts_the_trajectories_that_still_run_and_the_path_the_slowest_on
     """S on the slowest trajectory overcounts work: two of sixteen turns hold half of the batch."""
     w = replace(SWE, active_by_turn=(1.0,) * 2 + (0.5,) * 14, bubble_ratio=0.0)
     assert work_turns(w) == 9.0
-    assert sum(count for count, _ in turn_groups(w)) == 16.0
-    assert sum(count * running for count, running in turn_groups(w)) == pytest.approx(9.0 * 64)
+    assert sum(count for count, *_ in turn_groups(w)) == 16.0
+    assert sum(count * running for count, running, _ in turn_groups(w)) == pytest.approx(9.0 * 64)
     terms = ExtendedModel(w, H800).colocated(4)
     assert terms.prefill_s == pytest.approx(9 * 64 / 4 * 1700 * 20e-6)
     assert terms.decode_s == pytest.approx(70 * (16 * 6.5e-3 + 9 * 0.36e-3 * 64 / 4))
@@ -310,8 +322,53 @@ def test_a_hand_over_costs_once_a_turn():
 def test_turn_groups_keep_turns_and_work(w, p):
     groups = turn_groups(w)
     assert len(groups) <= 3
-    assert math.isclose(sum(c * running for c, running in groups), w.batch * work_turns(w), rel_tol=1e-9)
-    assert sum(c for c, _ in groups) <= w.turns * (1 + 1e-9)
+    assert math.isclose(sum(c * running for c, running, _ in groups), w.batch * work_turns(w), rel_tol=1e-9)
+    assert sum(c for c, *_ in groups) <= w.turns * (1 + 1e-9)
+
+
+LONG = replace(
+    SWE, active_by_turn=(1.0,) * 4 + (0.1,) * 12, context_tokens=8000.0, bubble_ratio=0.0, turn_environment_s=0.5
+)
+
+
+def test_contexts_that_grow_cost_little_while_many_decode():
+    """Attention reads what is there: the mean context's cost is too much early and too little late."""
+    platform = replace(H800, decode_per_context_token_s=4e-8, decode_context_tokens=8000.0, overhead_per_turn_s=0.0)
+    growing = replace(LONG, context_by_turn=tuple(1000.0 * turn for turn in range(1, 17)))
+    # Weighted by who is there, the mean context is `context_tokens` all the same.
+    groups = turn_groups(growing)
+    assert sum(c * n * tokens for c, n, tokens in groups) == pytest.approx(8000.0 * 64 * work_turns(growing))
+    assert groups[0][2] < 8000.0 < groups[-1][2]
+    flat = ExtendedModel(LONG, platform)
+    assert ExtendedModel(growing, platform).total_s(3, 1) < flat.total_s(3, 1)
+    assert ExtendedModel(replace(growing, batch=1), platform).total_s(1, 3) == pytest.approx(
+        ExtendedModel(replace(LONG, batch=1), platform).total_s(1, 3), rel=0.02
+    )
+
+
+def test_an_overhead_stalls_everybody_on_the_worker():
+    """Changing phases for one prompt keeps the others waiting: it costs the more, the more share a worker."""
+    busy = replace(SWE, turn_environment_s=0.5, bubble_ratio=0.0)
+
+    def added_s(w, workers):
+        without = ExtendedModel(w, replace(H800, overhead_per_turn_s=0.0)).colocated(workers)
+        assert without.overhead_s == 0.0
+        return ExtendedModel(w, replace(H800, overhead_per_turn_s=0.05)).colocated(workers).total_s - without.total_s
+
+    alone = added_s(replace(busy, batch=1), 1)
+    assert alone == pytest.approx(16 * 0.05)
+    assert added_s(busy, 16) > 1.5 * alone
+    assert added_s(busy, 4) > added_s(busy, 16)
+
+
+def test_who_asks_most_often_is_the_slowest_where_prefill_is_short():
+    """Few long turns are the path while prefill is fast; where all wait for it, many short ones are."""
+    w = replace(LONG, turns=16, slowest_turns=4.0, new_prompt_tokens=8000.0)
+    many = replace(w, most_turns=16.0, most_turns_response_tokens=16 * 35.0, most_turns_environment_s=w.environment_s)
+    p = replace(H800, overhead_per_turn_s=0.0)
+    assert ExtendedModel(many, p).total_s(1, 7) > 1.3 * ExtendedModel(w, p).total_s(1, 7)
+    light = replace(many, new_prompt_tokens=10.0)
+    assert ExtendedModel(light, p).total_s(7, 1) == ExtendedModel(replace(w, new_prompt_tokens=10.0), p).total_s(7, 1)
 
 
 def test_the_kv_constraint_is_the_paper_s():

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from pearl_planner.extended import ExtendedModel
-from pearl_planner.fit import StepMeasurement, fit_overhead, fit_workload
+from pearl_planner.fit import StepMeasurement, fit_overhead
+from pearl_planner.workload_fit import fit_workload
 from pearl_state.configuration import Configuration
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.samples import TurnSample

@@ -112,7 +112,7 @@ def test_the_threshold_counts_only_the_part_of_the_pool_that_changes() -> None:
     # 2C grow to 12 workers; what they gain as pairs lies between a sixth of the threshold and the whole of it.
     load = replace(LOAD, batch=120, new_prompt_tokens=2000.0, retained_tokens=0.0)
     free = SwitchCosts(flip_s=0.0, relaunch_s=0.0, new_worker_s=0.0)
-    asked: dict[str, Any] = {"platform": replace(GPU, overhead_per_turn_s=4.0), "budget_workers": 12, "costs": free}
+    asked: dict[str, Any] = {"platform": replace(GPU, overhead_per_turn_s=1.0), "budget_workers": 12, "costs": free}
     best = decide(workload=load, **asked)
     together = next(c for c in best.candidates if c.configuration == Configuration(colocated=12))
     gain = 1 - best.predicted_s / together.makespan_s

@@ -265,7 +265,8 @@ def test_where_batches_overlap_the_models_are_told_of_all_that_is_in_flight_and_
     one, other = refitted(same, steps)[-1], refitted(busy, steps)[-1]
     assert (one.workload.batch, other.workload.batch) == (4, 8)
     assert one.platform.overhead_per_turn_s == pytest.approx(alone.platform.overhead_per_turn_s)
-    assert other.platform.overhead_per_turn_s == pytest.approx(4 * one.platform.overhead_per_turn_s, rel=0.05)
+    # A little less than four times as much per turn: it stalls the others on its worker too, of whom there are more.
+    assert 3.0 < other.platform.overhead_per_turn_s / one.platform.overhead_per_turn_s < 4.0
 
 
 # ---- recorder -------------------------------------------------------------------------------------------------------

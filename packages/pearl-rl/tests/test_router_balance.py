@@ -59,7 +59,10 @@ class Rollout:
 
     def answer(self):
         number = self.draw.choice([number for number, attempt in self.running.items() if attempt.received])
-        self.in_flight.leave(self.running.pop(number))
+        attempt = self.running.pop(number)
+        tokens, there = attempt.kept_tokens, attempt.stayed
+        self.statistics.prefixes.count(tokens=tokens, there=there, found=tokens * there)
+        self.in_flight.leave(attempt)
         self.ask(number)
 
     def loads(self, ids):

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pearl_planner.catalog import find_gpu, find_model
+from pearl_rl.rollout.statistics import PrefixUse
 from pearl_rl.simulation.engine import Engine
 from pearl_rl.simulation.kernels import WorkerCosts
 from pearl_rl.simulation.kv import KvPool
+from pearl_rl.simulation.meter import EngineMeter
 from pearl_rl.simulation.requests import EngineRequest, Outcome, SimulatedEngineLimits, Stage
 from pearl_state.roles import Role
 
@@ -395,3 +397,31 @@ def test_the_pool_never_exceeds_its_budget(moves) -> None:
     pool.forget_all()
     assert pool.used == 0
     assert math.isclose(pool.pinned + pool.kept + pool.root_tokens, 0)
+
+
+def test_samples_of_the_full_batch_outlast_a_long_tail() -> None:
+    meter = EngineMeter()
+    meter.decoded(20, 5, 0.05, 100, 2000.0)
+    for _ in range(10_000):
+        meter.decoded(1, 5, 0.02, 5, 30_000.0)
+        meter.prefilled(300, 0.01, 1, 0)
+    meter.prefilled(8000, 0.2, 3, 0)
+    taken = meter.take(Role.COLOCATED, running=0, waiting=0, kv_used=0, kv_capacity=1)
+    assert {sample.sequences for sample in taken.decode} == {1, 20}
+    assert {sample.tokens for sample in taken.prefill} == {300, 8000}
+    assert len(taken.decode) + len(taken.prefill) < 100
+    again = meter.take(Role.COLOCATED, running=0, waiting=0, kv_used=0, kv_capacity=1)
+    assert (again.decode, again.prefill) == ((), ())
+
+
+def test_what_a_move_loses_is_what_staying_would_have_found() -> None:
+    use = PrefixUse()
+    use.count(tokens=100, there=True, found=60)
+    before = use.copy()
+    # Prompts that rewrite two fifths of what came before: who moved lost the rest, but for what was there already.
+    use.count(tokens=100, there=True, found=60)
+    use.count(tokens=100, there=False, found=10)
+    assert use.since(before) == pytest.approx(50 / 200)
+    use.count(tokens=100, there=False, found=500)
+    assert use.since(before) == pytest.approx(10 / 300)
+    assert PrefixUse().since(PrefixUse()) is None

@@ -147,7 +147,7 @@ NUMBERS = [
     (profile, base, item.name)
     for profile, base in ((WorkloadProfile, WORKLOAD), (PlatformProfile, PLATFORM))
     for item in fields(profile)
-    if item.name not in ("origin", "active_by_turn", "steady")
+    if item.name not in ("origin", "active_by_turn", "context_by_turn", "steady")
 ]
 
 

@@ -63,6 +63,27 @@ def test_a_step_of_known_trajectories_gives_its_profile() -> None:
     assert profile.max_context_tokens == 4 * 25
 
 
+def test_contexts_are_averaged_by_turn_over_those_who_reach_it() -> None:
+    tracker = RuntimeTracker(weight=0.5)
+    for turns in (1, 2, 2, 4):
+        tracker.observe_turns(trajectory(1, turns))
+    finish(tracker, 1)
+    assert tracker.slowest == (4.0, 4, pytest.approx(0.8))
+    for _ in range(4):
+        tracker.observe_turns(trajectory(2, 1, prompt=40, response=10))
+    finish(tracker, 2)
+    profile = tracker.profile()
+    assert profile is not None
+    # Three of eight took a second turn, and the contexts there are theirs alone.
+    assert profile.active_by_turn == pytest.approx((1.0, 0.375, 0.125, 0.125))
+    assert profile.context_by_turn == pytest.approx((30.0, 45.0, 70.0, 95.0))
+    assert (profile.slowest_turns, profile.most_turns, profile.most_turns_response_tokens) == (2.5, 2.5, 15.0)
+    contexts = [20, 20, 45, 20, 45, 20, 45, 70, 95]
+    assert profile.decoded_context_tokens == pytest.approx((sum(contexts) / 9 + 2.5 + 45.0) / 2)
+    finish(tracker, 3)
+    assert tracker.slowest is None
+
+
 def test_the_newest_step_weighs_what_it_should_and_others_fade() -> None:
     tracker = RuntimeTracker(weight=0.5)
     for step, prompt in ((1, 20), (2, 40)):

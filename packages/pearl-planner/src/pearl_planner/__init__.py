@@ -8,10 +8,8 @@ from pearl_planner.fit import (
     FitSettings,
     PlatformFit,
     StepMeasurement,
-    WorkloadFit,
     fit_overhead,
     fit_platform,
-    fit_workload,
 )
 from pearl_planner.gate import GateVerdict, ToggleCosts, borrow_gate
 from pearl_planner.guest import Guest
@@ -20,6 +18,7 @@ from pearl_planner.policies import ModelPolicy, Policy, colocated_elastic, fixed
 from pearl_planner.roofline import Efficiency, PlanningInputs, planning_inputs, platform_profile
 from pearl_planner.switching import Switch, SwitchCosts, switch_between
 from pearl_planner.transition import PlanError, WorkerCosts, choose_members, plan_transition, verify_plan
+from pearl_planner.workload_fit import WorkloadFit, fit_workload
 
 __all__ = [
     "BOTH_MODES",

@@ -166,7 +166,12 @@ def _threshold(search: CandidateSearch, way: _Way, kept: Configuration, target: 
     the part that would change counts. A pool of 4 that becomes one of 12 is bound by a third of the threshold.
     """
     settings = search.settings
-    threshold = settings.ratio_threshold if kept.mode is target.mode else settings.mode_threshold
+    threshold = settings.ratio_threshold
+    if kept.mode is not target.mode:
+        threshold = settings.mode_threshold
+        if search.step_error:
+            # What a switch costs is charged on its own: left to doubt is what the model is known to miss, in each mode.
+            threshold = min(threshold, max(settings.ratio_threshold, 2.0 * search.step_error))
     if not search.steady:
         return threshold
     switch = way.to(target)

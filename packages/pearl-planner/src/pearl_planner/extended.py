@@ -33,7 +33,9 @@ Without `turn_environment_s` each group of turns takes the longer of its prefill
 """
 
 import math
+import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pearl_planner.capacity import kv_bytes_per_sequence
 from pearl_state.decision import MakespanTerms
@@ -49,27 +51,44 @@ def work_turns(workload: WorkloadProfile) -> float:
     return min(workload.turns, workload.mean_turns) if workload.mean_turns else workload.turns
 
 
-def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float], ...]:
-    """(turns, trajectories running in each of them), in order; the turns add up to S.
+def mean_trajectories(workload: WorkloadProfile) -> WorkloadProfile:
+    """The profile of as many trajectories that are all under way for all of its turns, none slower than the others."""
+    return replace(workload, slowest_turns=0.0, most_turns=0.0, active_by_turn=(), context_by_turn=())
 
-    Neighbouring turns are joined to at most three groups of equal length, so that a prediction costs the same for
-    sixty turns as for eight. Σ turns·trajectories = B·`work_turns`.
+
+def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float, float], ...]:
+    """(turns, trajectories running in each of them, their mean context), in order; the turns add up to S.
+
+    Neighbouring turns are joined to at most three groups, so that a prediction costs the same for sixty turns as for
+    eight. Σ turns·trajectories = B·`work_turns`; over all turns the mean context is `context_tokens`.
     """
     active: Sequence[float] = workload.active_by_turn
     if not any(active):
         share = work_turns(workload) / workload.turns
-        return ((workload.turns, workload.batch * share),)
-    size = -(-len(active) // _GROUPS)
+        return ((workload.turns, workload.batch * share, workload.context_tokens),)
+    contexts = workload.context_by_turn or (1.0,) * len(active)
     scale = workload.turns / len(active)
     # Keep the work: the list may be shorter or longer than S, which is a running average of its own.
     height = work_turns(workload) / (math.fsum(active) * scale)
+    whole = math.fsum(map(operator.mul, active, contexts))
+    level = workload.context_tokens * math.fsum(active) / whole if whole else 0.0
     groups = []
+    size = -(-len(active) // _GROUPS)
     for start in range(0, len(active), size):
         part = active[start : start + size]
-        mean = math.fsum(part) / len(part)
-        if mean > 0:
-            groups.append((len(part) * scale, workload.batch * mean * height))
+        reached = math.fsum(part)
+        if reached > 0:
+            context = level * math.fsum(map(operator.mul, part, contexts[start : start + size])) / reached
+            groups.append((len(part) * scale, workload.batch * reached / len(part) * height, context))
     return tuple(groups)
+
+
+def decode_per_sequence_s(platform: PlatformProfile, context_tokens: float) -> float:
+    """b for sequences of a mean context of so many tokens; that of the samples where 0, or where it costs nothing."""
+    each_s = platform.decode_per_sequence_s
+    if not (context_tokens and platform.decode_per_context_token_s):
+        return each_s
+    return max(0.0, each_s + platform.decode_per_context_token_s * (context_tokens - platform.decode_context_tokens))
 
 
 def residence_s(fixed_s: float, load_s: float, outside_s: float) -> float:
@@ -86,7 +105,6 @@ class ExtendedModel:
     """`MakespanModel` with the additions of this module. `is_printed` where the profile has data for none of them."""
 
     __slots__ = (
-        "_alone",
         "_beside",
         "_cap",
         "_environment",
@@ -96,6 +114,9 @@ class ExtendedModel:
         "_insertion",
         "_kept",
         "_kv_sequences",
+        "_many_beside",
+        "_many_share",
+        "_many_visits",
         "_moved",
         "_outside",
         "_over",
@@ -104,12 +125,13 @@ class ExtendedModel:
         "_pair_moved",
         "_pair_prompt",
         "_per_prompt",
-        "_per_sequence",
         "_renewed",
+        "_stall",
         "_stretch",
         "_transfer",
         "_turns",
         "_visits",
+        "_walked",
         "_work",
         "is_printed",
     )
@@ -117,7 +139,7 @@ class ExtendedModel:
     def __init__(self, workload: WorkloadProfile, platform: PlatformProfile, kv_headroom: float = 1.0) -> None:
         turns = self._turns = workload.turns
         self._groups = turn_groups(workload)
-        self._work = math.fsum(count * running for count, running in self._groups)
+        self._work = math.fsum(count * running for count, running, *_ in self._groups)
         measured = workload.turn_environment_s > 0
         self._insertion = platform.prefill_fixed_s if measured and platform.prefill_marginal_s else 0.0
         prefill = platform.prefill_marginal_s if self._insertion else platform.prefill_per_token_s
@@ -129,17 +151,22 @@ class ExtendedModel:
         self._pair_kept = max(0.0, context - self._pair_prompt)
         self._moved, self._renewed = workload.moved_fraction, workload.renewed_fraction
         self._pair_moved = workload.pair_moved_fraction
-        self._cap = math.inf
-        if platform.prefix_capacity_tokens and workload.context_tokens:
-            self._cap = platform.prefix_capacity_tokens / workload.context_tokens
-        active = len(workload.active_by_turn)
+        bounded = platform.prefix_capacity_tokens > 0 and workload.context_tokens > 0
+        self._cap = platform.prefix_capacity_tokens / workload.context_tokens if bounded else math.inf
+        path = workload.slowest_turns or len(workload.active_by_turn)
         # S turns of mean length may be more than anybody took: the slowest one's are long, and it visits prefill less.
-        self._visits = min(1.0, active / turns) if active and workload.turn_environment_s else 1.0
+        self._visits = min(1.0, path / turns) if path and workload.turn_environment_s else 1.0
+        # Who takes most turns generates less in each, and becomes the slowest where prefill is what all wait for.
+        many = workload.most_turns if workload.turn_environment_s else 0.0
+        self._many_visits = many / turns
+        self._many_share = min(1.0, workload.most_turns_response_tokens / (workload.response_tokens * turns))
         self._over = self._visits * turns * platform.overhead_per_turn_s
+        self._stall = platform.overhead_per_turn_s if workload.turn_environment_s else 0.0
         self._handover = turns * platform.handover_s
         self._transfer = workload.new_prompt_tokens * platform.kv_bytes_per_token / platform.transfer_bytes_per_s
         self._outside = workload.turn_environment_s
         self._environment = workload.environment_s or turns * workload.turn_environment_s
+        self._many_beside = workload.most_turns_environment_s - self._environment if many else -math.inf
         if self._outside:
             self._stretch = 1.0
             iterations = max(0.0, workload.response_tokens - 1.0)
@@ -153,8 +180,19 @@ class ExtendedModel:
             iterations = workload.response_tokens
             self._fixed = iterations * platform.decode_fixed_s
             self._beside = self._environment + self._handover
-        self._per_sequence = iterations * platform.decode_per_sequence_s
-        self._alone = self._fixed + self._per_sequence
+        known = workload.context_tokens > 0 and workload.decoded_context_tokens > 0
+        longer = workload.decoded_context_tokens / workload.context_tokens if known else 1.0
+        self._walked = [
+            (
+                count,
+                running,
+                max(0.0, (tokens - workload.shared_tokens) * prefill - self._per_prompt),
+                max(0.0, (tokens - workload.shared_tokens) * prefill - self._pair_prompt),
+                self._cap * workload.context_tokens / tokens if tokens else self._cap,
+                iterations * decode_per_sequence_s(platform, tokens * longer),
+            )
+            for count, running, tokens in self._groups
+        ]
         per_sequence = kv_bytes_per_sequence(workload, platform, kv_headroom)
         bounded = platform.kv_capacity_bytes > 0 and per_sequence > 0
         self._kv_sequences = platform.kv_capacity_bytes / per_sequence if bounded else math.inf
@@ -181,37 +219,48 @@ class ExtendedModel:
             moved = (workers - 1) * prompt_s / kept_s
         return min(1.0, moved + self._renewed)
 
+    def _slowest(self, decode_s: float, visits_s: float) -> float:
+        """Path of the slowest trajectory, less its environment time: decode of S turns, and what else they wait for."""
+        path_s = decode_s + self._visits * visits_s
+        many_s = self._many_share * decode_s + self._many_visits * visits_s + self._many_beside
+        return path_s if path_s > many_s else many_s
+
     def colocated(self, workers: int) -> MakespanTerms:
         """Eq. (1) with the additions. Prefill and decode share the time a trajectory spends on its worker."""
-        kept, held = self._kept, self._cap * workers
-        lost = self._lost(self._moved, workers, self._per_prompt, kept)
-        room = self._kv_sequences * workers
-        stays = prefill = reprefill = 0.0
-        for count, running in self._groups:
+        lost = self._lost(self._moved, workers, self._per_prompt, self._kept)
+        room, over = self._kv_sequences * workers, self._stall
+        insertion = self._insertion + over
+        stays = visited = prefill = reprefill = 0.0
+        for count, running, kept, _, cap, per_sequence in self._walked:
+            held = cap * workers
             again = kept * (1.0 - (1.0 - lost) * held / running if running > held else lost)
             own = self._per_prompt + again
-            load = own + self._per_sequence
+            load = own + per_sequence
             fixed = self._fixed * max(1.0, running / room)
             if self._outside:
                 others = max(0.0, (running - 0.5) / workers - 0.5)
-                alone = self._insertion + fixed + load
+                alone = insertion + fixed + load
                 stay = residence_s(alone, others * load, self._outside)
-                if self._insertion:
+                if insertion:
                     # Prompts that come while an iteration runs share the next one: the more, the busier a worker is.
-                    shared = 1.0 + others * (self._insertion + own) / (stay + self._outside)
-                    stay = residence_s(alone, others * (load + self._insertion / shared), self._outside)
+                    shared = 1.0 + others * (insertion + own) / (stay + self._outside)
+                    stay = residence_s(alone, others * (load + insertion / shared), self._outside)
             else:
                 stay = fixed + running / workers * load
-            part = count * (stay - fixed) / load if load else 0.0
+            part = count * (stay - over - fixed) / load if load else 0.0
             # The slowest one's own prefills may be fewer than S; those of others hold it up all along.
             part -= (1.0 - self._visits) * count
             prefill += part * own
             reprefill += part * again
-            stays += count * (stay - (1.0 - self._visits) * own)
+            stays += count * (stay - own - over)
+            visited += count * (own + over)
+        stays = self._slowest(stays, visited)
+        if not over:
+            stays += self._over
         return MakespanTerms(
-            total_s=stays + self._over + self._environment,
+            total_s=stays + self._environment,
             prefill_s=prefill,
-            decode_s=stays - prefill,
+            decode_s=stays - prefill - self._over,
             overhead_s=self._over,
             environment_s=self._environment,
             reprefill_s=reprefill,
@@ -223,10 +272,10 @@ class ExtendedModel:
         if self._outside:
             return self._cycles(prefill_workers, decode_workers)
         longer = again = decode = 0.0
-        prompt, kept, held = self._pair_prompt, self._pair_kept, self._cap * prefill_workers
-        lost = self._lost(self._pair_moved, prefill_workers, prompt, kept)
-        fixed, load = self._fixed * self._stretch, self._per_sequence / decode_workers
-        for count, running in self._groups:
+        prompt, fixed = self._pair_prompt, self._fixed * self._stretch
+        lost = self._lost(self._pair_moved, prefill_workers, prompt, self._pair_kept)
+        for count, running, _, kept, cap, per_sequence in self._walked:
+            held, load = cap * prefill_workers, per_sequence / decode_workers
             missed = kept * (1.0 - (1.0 - lost) * held / running if running > held else lost)
             insert = running * ((prompt + missed) / prefill_workers + self._transfer)
             stay = fixed + running * load
@@ -243,15 +292,14 @@ class ExtendedModel:
         others (`residence_s`, written out, since this is a decision's inner loop): within 4 % always, 0.2 % nearly
         always.
         """
-        total = again = decode = 0.0
-        prompt, kept, held = self._pair_prompt, self._pair_kept, self._cap * prefill_workers
-        lost = self._lost(self._pair_moved, prefill_workers, prompt, kept)
-        usual, delay, alone = prompt + kept * lost, self._pair_delay, self._alone
-        outside, visits, insertion = self._outside, self._visits, self._insertion
+        visited = again = decode = 0.0
+        prompt, delay, fixed = self._pair_prompt, self._pair_delay, self._fixed
+        lost = self._lost(self._pair_moved, prefill_workers, prompt, self._pair_kept)
+        outside, insertion = self._outside, self._insertion
         share, away, root = 1.0 / prefill_workers, 1.0 / decode_workers, math.sqrt
-        per_sequence = self._per_sequence
-        for count, running in self._groups:
-            own = usual if running <= held else prompt + kept * (1.0 - (1.0 - lost) * held / running)
+        for count, running, _, kept, cap, per_sequence in self._walked:
+            held, alone = cap * prefill_workers, fixed + per_sequence
+            own = prompt + kept * (lost if running <= held else 1.0 - (1.0 - lost) * held / running)
             before = (running - 1.0) * share if running > 1.0 else 0.0
             beside = (running - 0.5) * away - 0.5
             beside = beside * per_sequence if beside > 0.0 else 0.0
@@ -279,10 +327,11 @@ class ExtendedModel:
             slope = 1.0 + queue + batch
             cycle = low - excess * slope / (slope * slope + excess * (queue * near + batch * close))
             stay = alone * cycle / (cycle - beside)
-            total += count * (stay + visits * (cycle - stay - outside))
+            visited += count * (cycle - stay - outside)
             again += count * running * (own - prompt)
             decode += count * stay
-        return total, again * share, decode, decode + visits * self._turns * (delay - outside + prompt)
+        path = decode + self._visits * self._turns * (delay - outside + prompt)
+        return self._slowest(decode, visited), again * share, decode, path
 
     def total_s(self, prefill_workers: int, decode_workers: int) -> float:
         """Makespan under disaggregation, seconds."""
@@ -296,9 +345,9 @@ class ExtendedModel:
             # Without what is prefilled again, which falls with N_P.
             outside = self._pair_delay + self._pair_prompt
             decode = self._visits * self._turns * (outside - self._outside)
-            for count, running in self._groups:
+            for count, running, *_, per_sequence in self._walked:
                 others = max(0.0, (running - 0.5) / decode_workers - 0.5)
-                decode += count * residence_s(self._alone, others * self._per_sequence, outside)
+                decode += count * residence_s(self._fixed + per_sequence, others * per_sequence, outside)
         return prefill + self._beside, decode + self._beside
 
     def disaggregated(self, prefill_workers: int, decode_workers: int) -> MakespanTerms:

@@ -5,20 +5,20 @@ reason. A sample that is not a number is an error, since it means a broken meter
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from pearl_planner.makespan import MakespanModel, PrintedModel
-from pearl_planner.robust import Floats, clipped_mean, robust_line, robust_plane, weighted_median
+from pearl_planner.robust import Floats, robust_line, robust_plane, weighted_median
 from pearl_planner.steady import deciding_model
 from pearl_state.configuration import Configuration
 from pearl_state.errors import ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 from pearl_state.roles import Mode
-from pearl_state.samples import DecodeSample, PrefillSample, TransferSample, TurnSample
+from pearl_state.samples import DecodeSample, PrefillSample, TransferSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class FitSettings:
     """Turns that workload statistics need."""
     least_steps: int = 2
     """Steps that T_over needs."""
+    least_judged: int = 4
+    """Steps that say how far predictions are off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +58,17 @@ class PlatformFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadFit:
-    """A fitted workload profile."""
-
-    profile: WorkloadProfile
-    used: Mapping[str, int] = field(default_factory=dict[str, int])
-    refused: Mapping[str, str] = field(default_factory=dict[str, str])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasurement:
     """One measured step: the configurations that it ran under, each with the seconds for which it was in force."""
 
     segments: tuple[tuple[Configuration, float], ...]
+    turns: float = 0.0
+    """S of this very step, in turns of mean length; 0 where unknown. Who is slowest is luck, of which the next steps'
+    average says nothing."""
+    slowest_turns: float = 0.0
+    """Turns that its slowest trajectory really took."""
+    environment_s: float = 0.0
+    """T_env of this very step, seconds."""
 
     @property
     def makespan_s(self) -> float:
@@ -130,14 +130,14 @@ def fit_platform(
     )
 
 
-def _column(kind: str, name: str, values: Sequence[float], *, least: float = 0.0) -> Floats:
+def column(kind: str, name: str, values: Sequence[float], *, least: float = 0.0) -> Floats:
     """`values` as an array; raises `ProfileError` for the first that is not finite or below `least`."""
-    column = np.array(values, dtype=np.float64)
-    bad = np.flatnonzero(~(np.isfinite(column) & (column >= least)))
+    numbers = np.array(values, dtype=np.float64)
+    bad = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= least)))
     if len(bad):
         at = int(bad[0])
         raise ProfileError(f"{kind} sample {at}: {name} = {values[at]}: must be a finite number of at least {least:g}")
-    return column
+    return numbers
 
 
 def _too_alike(x: Floats, what: str, settings: FitSettings) -> str | None:
@@ -154,9 +154,9 @@ def _too_alike(x: Floats, what: str, settings: FitSettings) -> str | None:
 
 def _fit_decode(samples: Sequence[DecodeSample], found: _Values, settings: FitSettings) -> None:
     names = ("decode_fixed_s", "decode_per_sequence_s")
-    sequences = _column("decode", "sequences", [s.sequences for s in samples], least=1)
-    iterations = _column("decode", "iterations", [s.iterations for s in samples], least=1)
-    duration = _column("decode", "duration_s", [s.duration_s for s in samples])
+    sequences = column("decode", "sequences", [s.sequences for s in samples], least=1)
+    iterations = column("decode", "iterations", [s.iterations for s in samples], least=1)
+    duration = column("decode", "duration_s", [s.duration_s for s in samples])
     count = int(iterations.sum())
     if count < settings.least_samples:
         found.refuse(f"{count} decode iterations, needs {settings.least_samples}", *names)
@@ -166,7 +166,7 @@ def _fit_decode(samples: Sequence[DecodeSample], found: _Values, settings: FitSe
         found.refuse(reason, *names)
         return
     each = duration / iterations
-    contexts = _column("decode", "context_tokens", [s.context_tokens for s in samples])
+    contexts = column("decode", "context_tokens", [s.context_tokens for s in samples])
     if _fit_contexts(sequences, contexts, each, iterations, found):
         return
     fixed, slope, residual = robust_line(sequences, each, iterations)
@@ -199,17 +199,18 @@ def _fit_contexts(sequences: Floats, contexts: Floats, each: Floats, iterations:
         return False
     (fixed, slope, reading), residual = plane
     count = int(iterations.sum())
+    mean = float(np.average(contexts, weights=sequences * iterations))
     found.take("decode_fixed_s", float(fixed), count)
-    found.take(
-        "decode_per_sequence_s", float(slope + reading * np.average(contexts, weights=sequences * iterations)), count
-    )
+    found.take("decode_per_sequence_s", float(slope + reading * mean), count)
+    found.take("decode_per_context_token_s", float(reading), count)
+    found.take("decode_context_tokens", mean, count)
     found.residuals["decode"] = residual
     return True
 
 
 def _fit_prefill(samples: Sequence[PrefillSample], found: _Values, settings: FitSettings) -> None:
-    tokens = _column("prefill", "tokens", [s.tokens for s in samples])
-    duration = _column("prefill", "duration_s", [s.duration_s for s in samples])
+    tokens = column("prefill", "tokens", [s.tokens for s in samples])
+    duration = column("prefill", "duration_s", [s.duration_s for s in samples])
     computed = tokens > 0
     tokens, duration = tokens[computed], duration[computed]
     if len(tokens) < settings.least_samples:
@@ -236,9 +237,9 @@ def _fit_prefill(samples: Sequence[PrefillSample], found: _Values, settings: Fit
 def _fit_transfer(
     samples: Sequence[TransferSample], prior: PlatformProfile, found: _Values, settings: FitSettings
 ) -> None:
-    tokens = _column("transfer", "tokens", [s.tokens for s in samples])
-    sizes = _column("transfer", "bytes", [s.bytes for s in samples])
-    duration = _column("transfer", "duration_s", [s.duration_s for s in samples])
+    tokens = column("transfer", "tokens", [s.tokens for s in samples])
+    sizes = column("transfer", "bytes", [s.bytes for s in samples])
+    duration = column("transfer", "duration_s", [s.duration_s for s in samples])
     count = len(samples)
     if count < settings.least_samples:
         found.refuse(f"{count} hand-overs, needs {settings.least_samples}", "transfer_bytes_per_s", "handover_s")
@@ -261,91 +262,6 @@ def _fit_transfer(
     found.take("handover_s", max(0.0, rest), count)
 
 
-_TURN_FIELDS = (
-    "new_prompt_tokens",
-    "response_tokens",
-    "context_tokens",
-    "prefill_s",
-    "decode_s",
-    "queue_s",
-    "environment_s",
-)
-
-
-def fit_workload(
-    trajectories: Sequence[Sequence[TurnSample]],
-    *,
-    batch: int,
-    prior: WorkloadProfile,
-    settings: FitSettings = FitSettings(),
-) -> WorkloadFit:
-    """S, r, ΔL, θ, T_env, contexts and `active_by_turn` from the turns of finished trajectories, in order.
-
-    S and T_env are those of the trajectory that took longest in its step, averaged over steps. S counts turns of mean
-    length, its response tokens over r: what it generates decides how long its path is, in however many turns. The rest
-    are means over all turns. Raises `ProfileError` for samples that are not finite or negative.
-    """
-    samples = [sample for turns in trajectories for sample in turns]
-    count = len(samples)
-    # Checked first, so that a broken meter is an error however few samples there are.
-    columns = {name: _column("turn", name, [getattr(s, name) for s in samples]) for name in _TURN_FIELDS}
-    if count < settings.least_turns:
-        reason = f"{count} turns, needs {settings.least_turns}"
-        fields = ("turns", "new_prompt_tokens", "response_tokens", "bubble_ratio", "environment_s")
-        return WorkloadFit(profile=replace(prior, batch=batch), refused=dict.fromkeys(fields, reason))
-    lengths = np.array([len(turns) for turns in trajectories if turns])
-    slowest = _slowest(trajectories)
-    # What follows a trajectory's last turn is no pause between turns.
-    pauses = np.array([s.environment_s for s in samples if not s.last] or [0.0], dtype=np.float64)
-    decode = float(columns["decode_s"].sum())
-    outside = sum(float(columns[name].sum()) for name in ("prefill_s", "queue_s", "environment_s"))
-    response = clipped_mean(columns["response_tokens"])
-    values: dict[str, Any] = {
-        "turns": max(1.0, _path_turns(slowest, response)),
-        "new_prompt_tokens": clipped_mean(columns["new_prompt_tokens"]),
-        "response_tokens": response,
-        "environment_s": float(np.mean([sum(s.environment_s for s in turns) for turns in slowest])),
-        "context_tokens": clipped_mean(columns["context_tokens"]),
-        "max_context_tokens": float(columns["context_tokens"].max()),
-        "mean_turns": float(lengths.mean()),
-        "turn_environment_s": clipped_mean(pauses),
-    }
-    refused = {}
-    if decode > 0:
-        values["bubble_ratio"] = outside / decode
-    else:
-        refused["bubble_ratio"] = "no decode time was measured"
-    if values["response_tokens"] <= 0:
-        del values["response_tokens"]
-        refused["response_tokens"] = "no turn generated a token"
-    origin = {**prior.origin, **dict.fromkeys(values, f"telemetry, {count} turns of {len(slowest)} steps")}
-    profile = replace(
-        prior,
-        batch=batch,
-        **values,
-        active_by_turn=tuple(float((lengths > turn).mean()) for turn in range(int(lengths.max()))),
-        origin=origin,
-    )
-    return WorkloadFit(profile=profile, used=dict.fromkeys(values, count), refused=refused)
-
-
-def _path_turns(slowest: Sequence[Sequence[TurnSample]], response: float) -> float:
-    """S: the slowest trajectories in turns of `response` tokens; plain turns where nothing was generated."""
-    if response <= 0:
-        return float(np.mean([len(turns) for turns in slowest]))
-    return float(np.mean([sum(s.response_tokens for s in turns) for turns in slowest]) / response)
-
-
-def _slowest(trajectories: Sequence[Sequence[TurnSample]]) -> list[Sequence[TurnSample]]:
-    """Of each step the trajectory whose turns took longest together."""
-    slowest: dict[int, tuple[float, Sequence[TurnSample]]] = {}
-    for turns in trajectories:
-        took = sum(s.prefill_s + s.decode_s + s.queue_s + s.environment_s for s in turns)
-        if turns and took > slowest.get(turns[0].step, (-1.0, turns))[0]:
-            slowest[turns[0].step] = took, turns
-    return [turns for _, turns in slowest.values()]
-
-
 def fit_overhead(
     steps: Sequence[StepMeasurement],
     *,
@@ -365,7 +281,7 @@ def fit_overhead(
     `platform` says of it: a mode does not look better only because it was not tried.
     Raises `ProfileError` for seconds that are not finite or negative.
     """
-    _column("step", "seconds", [seconds for step in steps for _, seconds in step.segments])
+    column("step", "seconds", [seconds for step in steps for _, seconds in step.segments])
     found = _Values()
     spread: list[float] = []
     for name, mode in _COST_OF_MODE.items():
@@ -384,7 +300,12 @@ def fit_overhead(
     origin = {**platform.origin, **{name: f"telemetry, {count} steps" for name, count in found.used.items()}}
     values_of = dict(found.values)
     if extended and len(found.values) == 1:
-        _share(values_of, platform, origin)
+        (mode,) = (_COST_OF_MODE[name] for name in found.values)
+        workers = max(c.workers for step in steps if step.mode is mode for c, _ in step.segments)
+        _share(values_of, workload, platform, workers, origin)
+    if extended and len(spread) >= settings.least_judged:
+        values_of["step_error"] = 1.4826 * float(np.median(spread))
+        origin["step_error"] = f"telemetry, {len(spread)} steps"
     return PlatformFit(
         profile=replace(platform, **values_of, origin=origin) if values_of else platform,
         used=found.used,
@@ -400,21 +321,61 @@ _COMMON: Final = 0.5
 """Part of it that is assumed to be no matter of the mode, until the other one was measured too."""
 
 
-def _share(values: dict[str, float], platform: PlatformProfile, origin: dict[str, str]) -> None:
-    """Give the mode that no step shows its part of what the steps of the other one leave over."""
+def _share(
+    values: dict[str, float], workload: WorkloadProfile, platform: PlatformProfile, workers: int, origin: dict[str, str]
+) -> None:
+    """Give the mode that no step shows its part of the seconds that `workers` workers leave over in the other one."""
     (known, value), *_ = values.items()
     (other,) = _COST_OF_MODE.keys() - {known}
     # A hand-over costs what transfers measured; only what steps take beyond that is left over.
-    over = value - platform.handover_s if known == "handover_s" else value
-    if over > 0:
-        values[other] = getattr(platform, other) + _COMMON * over
-        origin[other] = f"{origin.get(other, 'prior')}, and half of what steps in {_COST_OF_MODE[known]} leave over"
+    if known == "handover_s":
+        over_s = workload.turns * (value - platform.handover_s)
+    else:
+        one = Configuration(colocated=workers)
+        fitted = replace(platform, overhead_per_turn_s=value)
+        over_s = _predicted_s(deciding_model(workload, fitted), one) - _predicted_s(
+            deciding_model(workload, replace(platform, overhead_per_turn_s=0.0)), one
+        )
+    if over_s <= 0:
+        return
+    if other == "handover_s":
+        values[other] = platform.handover_s + _COMMON * over_s / workload.turns
+    else:
+        values[other] = _stall_s(_COMMON * over_s, workload, platform, workers)
+    origin[other] = f"{origin.get(other, 'prior')}, and half of what steps in {_COST_OF_MODE[known]} leave over"
+
+
+def _stall_s(more_s: float, workload: WorkloadProfile, platform: PlatformProfile, workers: int) -> float:
+    """T_over with which a step of so many colocated workers takes `more_s` seconds longer than `platform` says."""
+
+    def predicted_s(value: float) -> float:
+        changed = replace(platform, overhead_per_turn_s=value)
+        return _predicted_s(deciding_model(workload, changed), Configuration(colocated=workers))
+
+    before = platform.overhead_per_turn_s
+    wanted_s = predicted_s(before) + more_s
+    return _bisect(before, before + more_s / workload.turns, lambda value: predicted_s(value) < wanted_s)
+
+
+def _bisect(low: float, high: float, below: Callable[[float], bool]) -> float:
+    """Where `below`, which is true from `low` on, ceases to be so; `high` at most."""
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        if below(middle):
+            low = middle
+        else:
+            high = middle
+    return 0.5 * (low + high)
 
 
 def _explaining(
     step: StepMeasurement, name: str, workload: WorkloadProfile, platform: PlatformProfile, extended: bool
 ) -> float:
     """The value of the field `name` at which the model predicts the step's duration, at least 0, seconds."""
+    if step.turns:
+        own = replace(workload, turns=step.turns, slowest_turns=step.slowest_turns, environment_s=step.environment_s)
+        # It is known who was slowest.
+        workload = replace(own, most_turns=0.0)
 
     def progress(value: float) -> float:
         if name == "handover_s":
@@ -424,16 +385,7 @@ def _explaining(
         model: MakespanModel = deciding_model(workload, changed) if extended else PrintedModel(workload, changed)
         return math.fsum(seconds / _predicted_s(model, configuration) for configuration, seconds in step.segments)
 
-    low, high = 0.0, step.makespan_s / workload.turns
-    if progress(low) <= 1:
-        return low
-    for _ in range(40):
-        middle = 0.5 * (low + high)
-        if progress(middle) > 1:
-            low = middle
-        else:
-            high = middle
-    return 0.5 * (low + high)
+    return _bisect(0.0, step.makespan_s / workload.turns, lambda v: progress(v) > 1) if progress(0.0) > 1 else 0.0
 
 
 def _predicted_s(model: MakespanModel, configuration: Configuration) -> float:

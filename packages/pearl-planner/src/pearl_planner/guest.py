@@ -10,10 +10,11 @@ from typing import Final
 
 from pearl_planner.catalog import find_gpu, find_model, find_profile
 from pearl_planner.decide import STEPS_AHEAD
-from pearl_planner.fit import StepMeasurement, fit_overhead, fit_platform, fit_workload
+from pearl_planner.fit import StepMeasurement, fit_overhead, fit_platform
 from pearl_planner.gate import NOBODY_S, GateVerdict, ToggleCosts, borrow_gate
 from pearl_planner.policies import Policy, pearl
 from pearl_planner.roofline import planning_inputs
+from pearl_planner.workload_fit import fit_workload
 from pearl_state.configuration import Configuration
 from pearl_state.decision import Decision
 from pearl_state.profile import PlatformProfile, WorkloadProfile

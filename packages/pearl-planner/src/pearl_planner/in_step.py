@@ -15,6 +15,7 @@ from typing import Final, Unpack
 from pearl_planner.allocate import Ahead, Demand, Verdict, target_configuration, weigh_switch
 from pearl_planner.decide import DecideSettings
 from pearl_planner.elastic import ElasticState, Step
+from pearl_planner.extended import mean_trajectories
 from pearl_planner.policies import ModelPolicy, Question, pearl
 from pearl_planner.reconcile import carry_out, current_configuration
 from pearl_planner.switching import SwitchCosts
@@ -185,7 +186,7 @@ class InStepPolicy:
         Margins speak of load. Where few trajectories are left nobody queues, and what counts is how long a turn takes.
         """
         turns = workload.mean_turns or workload.turns
-        load = replace(workload, batch=live, turns=turns, active_by_turn=())
+        load = mean_trajectories(replace(workload, batch=live, turns=turns))
         if self.keeps_ratio:
             load = replace(load, steady=False)
         if self.keeps_prefixes:

@@ -111,6 +111,7 @@ class CandidateSearch:
         # Under a steady load who finds no room waits outside, and whoever would pile up is in the cycle already:
         # nothing is infeasible, it only serves fewer at a time.
         self.least_decode = 1 if self.steady else least_decode_workers(workload, platform, settings.kv_headroom)
+        self.step_error = platform.step_error if settings.model == "extended" else 0.0
         self.context_prefill_s = workload.batch * workload.context_tokens * platform.prefill_per_token_s
         self.low, self.high = 1, 0
         self._known: dict[int, Candidate] = {}

@@ -16,7 +16,7 @@ from one to the other. A configuration whose KV holds few is slow here, and neve
 from dataclasses import replace
 
 from pearl_planner.capacity import kv_bytes_per_sequence
-from pearl_planner.extended import ExtendedModel, work_turns
+from pearl_planner.extended import ExtendedModel, mean_trajectories, work_turns
 from pearl_planner.makespan import MakespanModel
 from pearl_state.decision import MakespanTerms
 from pearl_state.profile import PlatformProfile, WorkloadProfile
@@ -82,7 +82,7 @@ def _of_mean_trajectories(workload: WorkloadProfile) -> WorkloadProfile:
     """S̄ turns and the environment time of as many: no batch ends here, so the slowest trajectory's are on no path."""
     turns = work_turns(workload)
     outside_s = turns * workload.turn_environment_s or workload.environment_s
-    return replace(workload, turns=turns, environment_s=outside_s, active_by_turn=())
+    return mean_trajectories(replace(workload, turns=turns, environment_s=outside_s))
 
 
 _SECONDS = tuple(name for name in MakespanTerms._fields if name.endswith("_s"))

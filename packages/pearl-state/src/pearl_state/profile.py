@@ -27,7 +27,7 @@ class WorkloadProfile:
     batch: int
     """B: trajectories of a rollout step."""
     turns: float
-    """S: interaction turns of the slowest trajectory."""
+    """S: interaction turns of the slowest trajectory. Telemetry counts turns of mean length, by what it generates."""
     new_prompt_tokens: float
     """ΔL: prompt tokens that a turn adds, tokens."""
     response_tokens: float
@@ -38,8 +38,19 @@ class WorkloadProfile:
     """T_env: environment time of the slowest trajectory over the step, seconds."""
     context_tokens: float = 0.0
     """Mean context of a trajectory at a turn, tokens (for K_seq and the prefix cache); 0 where unknown."""
+    decoded_context_tokens: float = 0.0
+    """Mean context at which a token is generated, tokens: long responses come late. 0 where unknown."""
     max_context_tokens: float = 0.0
     """Largest context a trajectory reaches, tokens; 0 where unknown."""
+    slowest_turns: float = 0.0
+    """Turns that the slowest trajectory really takes, each of which asks for prefill once; 0 where unknown."""
+    most_turns: float = 0.0
+    """Turns of the trajectory that takes most of them: where prefill is what everybody waits for, it becomes the
+    slowest one. 0 where unknown."""
+    most_turns_response_tokens: float = 0.0
+    """What that one generates in all of them, tokens."""
+    most_turns_environment_s: float = 0.0
+    """Its environment time, seconds."""
     mean_turns: float = 0.0
     """Mean turns over all trajectories of a step; 0 where unknown (then S stands for all)."""
     turn_environment_s: float = 0.0
@@ -63,6 +74,9 @@ class WorkloadProfile:
     a batch has no tail, `turns` is the mean, and who finds no room for its KV waits outside."""
     active_by_turn: tuple[float, ...] = ()
     """Fraction of the batch's trajectories that reach turn 1, 2, …; empty where unknown. First is 1, never rises."""
+    context_by_turn: tuple[float, ...] = ()
+    """Mean context at turn 1, 2, … of those who reach it, tokens; as long as `active_by_turn`, or empty where unknown:
+    then `context_tokens` stands for all. Most trajectories are under way while contexts are short."""
     origin: Mapping[str, str] = field(default_factory=dict)
     """Field name → where its value came from ("telemetry, 3 steps", "bundled swe-32k", …)."""
 
@@ -73,6 +87,11 @@ class WorkloadProfile:
             self.active_by_turn, reverse=True
         ):
             raise ProfileError("WorkloadProfile.active_by_turn: fractions in [0, 1] that never rise")
+        contexts = self.context_by_turn
+        if contexts and len(contexts) != len(self.active_by_turn):
+            raise ProfileError("WorkloadProfile.context_by_turn: as many as active_by_turn, or none")
+        if not all(math.isfinite(tokens) and tokens >= 0 for tokens in contexts):
+            raise ProfileError("WorkloadProfile.context_by_turn: finite numbers of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +110,10 @@ class PlatformProfile:
     """BW: bandwidth between the prefill and the decode pool, bytes per second."""
     overhead_per_turn_s: float = 0.0
     """T_over: overhead per turn under colocation (switching between prefill and decode), seconds."""
+    decode_per_context_token_s: float = 0.0
+    """Part of b that reading one more token of a sequence's context takes, seconds; 0 where unknown."""
+    decode_context_tokens: float = 0.0
+    """Context at which b is `decode_per_sequence_s`, tokens; of use with `decode_per_context_token_s`."""
     kv_capacity_bytes: float = 0.0
     """H_max: bytes for KV cache on one worker; 0 means unbounded."""
     prefix_capacity_tokens: float = 0.0
@@ -100,6 +123,9 @@ class PlatformProfile:
     seconds; 0 where unknown, then `prefill_per_token_s` says all."""
     prefill_marginal_s: float = 0.0
     """Beyond `prefill_fixed_s`: one more prompt token in an iteration, seconds."""
+    step_error: float = 0.0
+    """By how much of a step's duration the makespan model missed the steps that its costs were fitted to; 0 where too
+    few say so."""
     handover_s: float = 0.0
     """Fixed cost of handing one request's KV from prefill to decode, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)

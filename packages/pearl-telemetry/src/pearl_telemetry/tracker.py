@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pearl_state.profile import WorkloadProfile
 from pearl_state.samples import TurnSample
@@ -9,10 +10,15 @@ from pearl_telemetry.ema import Ema
 
 _AVERAGED = (
     "turns",
+    "slowest_turns",
+    "most_turns",
+    "most_turns_response_tokens",
+    "most_turns_environment_s",
     "mean_turns",
     "new_prompt_tokens",
     "response_tokens",
     "context_tokens",
+    "decoded_context_tokens",
     "environment_s",
     "turn_environment_s",
     "retained_tokens",
@@ -32,6 +38,16 @@ _CHOICE = 0.4
 """Least chance of meeting another worker at which moves between workers say something: two of them give a half."""
 
 
+class Slowest(NamedTuple):
+    """The trajectory that took longest in its step."""
+
+    turns: float
+    """What it generated, in turns of mean length."""
+    visits: int
+    """Turns that it really took."""
+    environment_s: float
+
+
 @dataclass(slots=True)
 class _Step:
     """Sums over the turns of one step."""
@@ -42,9 +58,16 @@ class _Step:
     response_tokens: int = 0
     retained_tokens: int = 0
     context_tokens: int = 0
+    decoded_context_tokens: float = 0.0
+    """Contexts at which tokens were generated, of all of them together."""
     max_context_tokens: int = 0
+    context_of_turn: list[int] = field(default_factory=list[int])
+    """Context at turn 1, 2, …, of all who reached it together."""
     slowest_s: float = -1.0
     slowest_response_tokens: int = 0
+    slowest_turns: int = 0
+    most_turns: tuple[int, int, float] = (0, 0, 0.0)
+    """Turns of the trajectory that took most, what it generated (tokens), and its environment time, seconds."""
     pauses: int = 0
     pause_s: float = 0.0
     slowest_environment_s: float = 0.0
@@ -98,6 +121,8 @@ class RuntimeTracker:
         self._batch = 0
         self._steady = False
         self._max_context = 0
+        self.slowest: Slowest | None = None
+        """The slowest trajectory of the newest step; None where that step said nothing."""
 
     def observe_turns(self, samples: Sequence[TurnSample]) -> None:
         """All turns of one finished trajectory, in order."""
@@ -109,19 +134,26 @@ class RuntimeTracker:
         step.look_up(samples)
         step.turns_of.append(len(samples))
         step.turns += len(samples)
-        for sample in samples:
+        step.context_of_turn += [0] * (len(samples) - len(step.context_of_turn))
+        for number, sample in enumerate(samples):
+            step.context_of_turn[number] += sample.context_tokens
             step.prompt_tokens += sample.new_prompt_tokens
             step.response_tokens += sample.response_tokens
             step.retained_tokens += sample.retained_tokens
             step.context_tokens += sample.context_tokens
+            read = sample.context_tokens + 0.5 * sample.response_tokens
+            step.decoded_context_tokens += sample.response_tokens * read
             if not sample.last:
                 # What follows a trajectory's last turn is no pause between turns.
                 step.pauses += 1
                 step.pause_s += sample.environment_s
             step.max_context_tokens = max(step.max_context_tokens, sample.context_tokens + sample.response_tokens)
+        generated = sum(sample.response_tokens for sample in samples)
+        step.most_turns = max(step.most_turns, (len(samples), generated, environment_s))
         if total_s > step.slowest_s:
             step.slowest_s = total_s
-            step.slowest_response_tokens = sum(sample.response_tokens for sample in samples)
+            step.slowest_turns = len(samples)
+            step.slowest_response_tokens = generated
             step.slowest_environment_s = environment_s
 
     def finish_step(
@@ -148,19 +180,27 @@ class RuntimeTracker:
         """
         seen = self._steps.pop(step, None)
         self._steps = {number: sums for number, sums in self._steps.items() if number > step}
+        self.slowest = None
         if seen is None or len(seen.turns_of) < self._least or not seen.response_tokens:
             return
         self._batch, self._steady = batch, steady
+        # What a trajectory generates decides how long its path is, in however many turns.
+        path = seen.slowest_response_tokens * seen.turns / seen.response_tokens
+        self.slowest = Slowest(path, seen.slowest_turns, seen.slowest_environment_s)
         self._max_context = max(self._max_context, seen.max_context_tokens)
         turns = seen.turns
         values = {
-            # What a trajectory generates decides how long its path is, in however many turns.
-            "turns": seen.slowest_response_tokens * turns / seen.response_tokens,
+            "turns": path,
+            "slowest_turns": float(seen.slowest_turns),
+            "most_turns": float(seen.most_turns[0]),
+            "most_turns_response_tokens": float(seen.most_turns[1]),
+            "most_turns_environment_s": seen.most_turns[2],
             "mean_turns": turns / len(seen.turns_of),
             "new_prompt_tokens": seen.prompt_tokens / turns,
             "response_tokens": seen.response_tokens / turns,
             "retained_tokens": seen.retained_tokens / turns,
             "context_tokens": seen.context_tokens / turns,
+            "decoded_context_tokens": seen.decoded_context_tokens / seen.response_tokens,
             "environment_s": seen.slowest_environment_s,
             "turn_environment_s": seen.pause_s / seen.pauses if seen.pauses else 0.0,
             "makespan_borrowed_s" if borrowed else "makespan_plain_s": makespan_s,
@@ -172,8 +212,9 @@ class RuntimeTracker:
             if moved is not None and choice >= _CHOICE:
                 values["pair_moved_fraction" if paired else "moved_fraction"] = min(1.0, moved / choice)
         count = len(seen.turns_of)
-        reach = [sum(n > turn for n in seen.turns_of) / count for turn in range(max(seen.turns_of))]
-        self._ema.observe(values, reach)
+        reached = [sum(n > turn for n in seen.turns_of) for turn in range(max(seen.turns_of))]
+        contexts = [total / n for total, n in zip(seen.context_of_turn, reached, strict=True)]
+        self._ema.observe(values, [n / count for n in reached], contexts)
 
     @property
     def steps(self) -> int:
@@ -185,7 +226,9 @@ class RuntimeTracker:
         ema = self._ema
         if not ema.count:
             return None
-        measured = dict.fromkeys((*_AVERAGED, "active_by_turn"), f"telemetry, moving average over {ema.count} steps")
+        measured = dict.fromkeys(
+            (*_AVERAGED, "active_by_turn", "context_by_turn"), f"telemetry, moving average over {ema.count} steps"
+        )
         measured |= dict.fromkeys(("batch", "steady"), "telemetry, newest step")
         measured["max_context_tokens"] = f"telemetry, largest over {ema.count} steps"
         for name, missing in _OPTIONAL.items():
@@ -209,7 +252,12 @@ class RuntimeTracker:
             bubble_ratio=ema.get("bubble_ratio", 0.0),
             environment_s=outside_s,
             context_tokens=ema["context_tokens"],
+            decoded_context_tokens=ema["decoded_context_tokens"],
             max_context_tokens=float(self._max_context),
+            slowest_turns=0.0 if self._steady else ema["slowest_turns"],
+            most_turns=0.0 if self._steady else ema["most_turns"],
+            most_turns_response_tokens=0.0 if self._steady else ema["most_turns_response_tokens"],
+            most_turns_environment_s=0.0 if self._steady else ema["most_turns_environment_s"],
             mean_turns=ema["mean_turns"],
             turn_environment_s=ema["turn_environment_s"],
             retained_tokens=ema["retained_tokens"],
@@ -219,5 +267,6 @@ class RuntimeTracker:
             shared_tokens=ema.get("shared_tokens", 0.0),
             steady=self._steady,
             active_by_turn=() if self._steady else ema.fractions,
+            context_by_turn=() if self._steady else ema.amounts,
             origin=measured,
         )

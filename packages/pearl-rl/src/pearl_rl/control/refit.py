@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from pearl_executor.ports import WorkerError
@@ -152,6 +153,12 @@ class Refit:
         # A moment in which nobody served, or a transition mixed both modes, cannot be explained by the model.
         if sum(seconds for _, seconds in segments) > 0.9 * makespan_s > 0.0:
             measured = StepMeasurement(segments=segments)
+            slowest = self._tracker.slowest if flow is None else None
+            if slowest is not None:
+                path, visits, environment_s = slowest
+                measured = replace(
+                    measured, turns=max(1.0, path), slowest_turns=float(visits), environment_s=environment_s
+                )
             if measured.mode is not None:
                 self._steps[measured.mode].append((step, measured))
         self._newest = step

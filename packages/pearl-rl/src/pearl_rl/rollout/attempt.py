@@ -164,6 +164,7 @@ class Attempt:
         "ending",
         "floor",
         "held_tokens",
+        "kept_tokens",
         "last_at_s",
         "live",
         "loop",
@@ -173,6 +174,7 @@ class Attempt:
         "request",
         "route",
         "slots",
+        "stayed",
         "version",
     )
 
@@ -190,6 +192,8 @@ class Attempt:
         self.context_tokens = len(self.request.prompt)
         self.queued_tokens = 0
         self.held_tokens = 0
+        self.kept_tokens = 0
+        self.stayed = True
         self.floor = floor
         self.version = progress.home.version
         self.chunks: list[TokenChunk] = []

@@ -59,10 +59,8 @@ class InFlight:
             else:
                 statistics.affinity_moved += 1
         if homed:
-            statistics.prefixes.count(
-                tokens=home.tokens,
-                there=home.decode is decode if prefill is None else home.prefill is prefill,
-            )
+            attempt.kept_tokens = home.tokens
+            attempt.stayed = home.decode is decode if prefill is None else home.prefill is prefill
             home.move(attempt.route, context_tokens)
         self._meter.advance(attempt.last_at_s)
         self._meter.generating += 1

@@ -295,6 +295,7 @@ class Router:
         if result.tokens:
             # One that was interrupted before was not looked up, or may not have been.
             self._serving.reuse.observe(attempt.held_tokens, result.cached_tokens)
+            statistics.prefixes.count(tokens=attempt.kept_tokens, there=attempt.stayed, found=result.cached_tokens)
         statistics.duplicate_tokens += max(0, attempt.received - len(result.tokens))
         for slot in attempt.slots:
             if slot.failures:

@@ -5,23 +5,44 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class PrefixUse:
-    """Where prefixes were when their trajectories came again, tokens."""
+    """Where prefixes were when their trajectories came again, and what caches held of them, tokens."""
 
     kept: int = 0
     """Context of all requests at the request before: what caches hold at best."""
     moved: int = 0
-    """Left behind, since another worker had less to do or the old one does not serve any more."""
+    """Part of it that was left behind, since another worker had less to do or the old one does not serve any more."""
+    found: int = 0
+    """Part of `kept` that need not be computed again."""
+    moved_found: int = 0
+    """Part of `found` that was elsewhere all the same: an older visit's, or what others share."""
 
-    def count(self, *, tokens: int, there: bool) -> None:
-        """A trajectory that had `tokens` tokens comes again, to the same worker or not."""
+    def count(self, *, tokens: int, there: bool, found: int) -> None:
+        """A trajectory that had `tokens` tokens came again, to the same worker or not, which had `found` of them."""
+        found = min(found, tokens)
         self.kept += tokens
+        self.found += found
         if not there:
             self.moved += tokens
+            self.moved_found += found
+
+    def lost(self) -> float:
+        """Tokens that who moved would have found where they were: as much of a prefix as those found who stayed.
+
+        A prompt that rewrites what came before repeats little of it wherever it goes, so that a move costs as little.
+        """
+        stayed = self.kept - self.moved
+        reuse = (self.found - self.moved_found) / stayed if stayed else 1.0
+        return max(0.0, self.moved * reuse - self.moved_found)
 
     def since(self, earlier: "PrefixUse") -> float | None:
-        """`moved` as part of `kept`, of what was counted after `earlier`; None where nothing was."""
-        kept = self.kept - earlier.kept
-        return (self.moved - earlier.moved) / kept if kept else None
+        """`lost()` as part of `kept`, of what was counted after `earlier`; None where nothing was."""
+        new = PrefixUse(
+            self.kept - earlier.kept,
+            self.moved - earlier.moved,
+            self.found - earlier.found,
+            self.moved_found - earlier.moved_found,
+        )
+        return new.lost() / new.kept if new.kept else None
 
     def copy(self) -> "PrefixUse":
         """The counts as they are now."""

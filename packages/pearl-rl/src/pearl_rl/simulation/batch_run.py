@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pearl_rl.rollout.serving import ServingLimits
+from pearl_rl.rollout.statistics import PrefixUse
 from pearl_rl.simulation.engine import Engine, IterationCosts
 from pearl_rl.simulation.links import KvLinks
 from pearl_rl.simulation.meter import COUNTERS
@@ -61,7 +62,7 @@ class BatchOutcome:
     kept_tokens: int
     """Context of all turns but the first ones at the turn before: what caches hold at best."""
     moved_tokens: int
-    """Part of `kept_tokens` that was left behind on another worker."""
+    """Part of `kept_tokens` that was found no more because a trajectory left it behind on another worker."""
     samples: tuple[EngineSamples, ...]
     """What each worker's engine measured."""
 
@@ -82,6 +83,10 @@ class _Play:
     finished_s: float = 0.0
     asked: int = 0
     """Context of the turn before."""
+    kept: int = 0
+    """That of the turn before this one; 0 at the first."""
+    stayed: bool = True
+    """Whether this turn is computed where the one before was."""
     found: list[int] = field(default_factory=list[int])
 
 
@@ -117,7 +122,7 @@ class _BatchRun:
         self.plays = [_Play(number, script) for number, script in enumerate(scripts)]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = 0
-        self._kept = self._moved = 0
+        self._prefixes = PrefixUse()
 
     def run(self) -> BatchOutcome:
         for play in self.plays:
@@ -145,8 +150,8 @@ class _BatchRun:
             retractions=totals["retractions"],
             decode_by_batch=by_batch,
             cached_by_turn=tuple(tuple(play.found) for play in self.plays),
-            kept_tokens=self._kept,
-            moved_tokens=self._moved,
+            kept_tokens=self._prefixes.kept,
+            moved_tokens=round(self._prefixes.lost()),
             samples=tuple(self._samples(worker.engine) for worker in self.workers),
         )
 
@@ -227,10 +232,8 @@ class _BatchRun:
         return best
 
     def _count(self, play: _Play, before: int, chosen: int) -> None:
-        """A turn's prompt goes to a worker: what becomes of the prefix of the turn before."""
-        self._kept += play.asked
-        if before not in (-1, chosen):
-            self._moved += play.asked
+        """A turn's prompt goes to a worker: is that where the prefix of the turn before is?"""
+        play.kept, play.stayed = play.asked, before in (-1, chosen)
         play.asked = play.context
 
     def _prefill(self, play: _Play, now_s: float) -> None:
@@ -284,6 +287,7 @@ class _BatchRun:
     def _turn_over(self, play: _Play, now_s: float) -> None:
         assert play.on_prefill is not None
         play.found.append(play.on_prefill.cached_tokens)
+        self._prefixes.count(tokens=play.kept, there=play.stayed, found=play.on_prefill.cached_tokens)
         scripted = play.script.turns[play.turn]
         self.workers[play.decode].load -= 1
         dropped = scripted.retained_tokens < scripted.response_tokens

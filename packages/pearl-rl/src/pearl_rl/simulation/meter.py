@@ -1,12 +1,18 @@
 """What a simulated engine measures of itself, as a real one would."""
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 from pearl_state.roles import Role
 from pearl_state.samples import DecodeSample, EngineSamples, PrefillSample, TransferSample
 
 _KEPT = 256
+"""Hand-overs kept."""
+_OF_A_SIZE = 8
+"""Iterations kept of each batch size, and of each power of two of prompt tokens: who is asked at the end of a step
+should not only know the few sequences that were left there."""
 COUNTERS = (
     "prefill_tokens",
     "cached_tokens",
@@ -20,6 +26,10 @@ COUNTERS = (
     "transferred_bytes",
 )
 """Names of the counters of an `EngineMeter`."""
+
+
+def _by_size() -> defaultdict[int, deque[Any]]:
+    return defaultdict(lambda: deque(maxlen=_OF_A_SIZE))
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +51,8 @@ class EngineMeter:
     transferred_bytes: int = 0
     by_batch: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
     """Running sequences → pure decode iterations with so many, and their time in seconds."""
-    _decode: deque[tuple[int, int, float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _prefill: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _decode: defaultdict[int, deque[tuple[int, int, float, float]]] = field(default_factory=_by_size)
+    _prefill: defaultdict[int, deque[tuple[int, float, int]]] = field(default_factory=_by_size)
     _transfer: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def prefilled(self, tokens: int, seconds: float, requests: int, decoding: int) -> None:
@@ -52,7 +62,7 @@ class EngineMeter:
         self.generated_tokens += decoding
         self.prefill_s += seconds
         if not decoding:
-            self._prefill.append((tokens, seconds, requests))
+            self._prefill[tokens.bit_length()].append((tokens, seconds, requests))
 
     def decoded(self, sequences: int, iterations: int, seconds: float, tokens: int, context_tokens: float) -> None:
         """Pure decode iterations of an unchanged batch with this mean context."""
@@ -61,7 +71,7 @@ class EngineMeter:
         self.decode_s += seconds
         before = self.by_batch.get(sequences, (0, 0.0))
         self.by_batch[sequences] = (before[0] + iterations, before[1] + seconds)
-        self._decode.append((sequences, iterations, seconds, context_tokens))
+        self._decode[sequences].append((sequences, iterations, seconds, context_tokens))
 
     def transferred(self, tokens: int, amount_bytes: int, seconds: float) -> None:
         """One hand-over that this engine received."""
@@ -77,8 +87,8 @@ class EngineMeter:
         """The samples since the last call, with the counters."""
         samples = EngineSamples(
             role=role,
-            decode=tuple(DecodeSample(*values) for values in self._decode),
-            prefill=tuple(PrefillSample(*values) for values in self._prefill),
+            decode=tuple(DecodeSample(*values) for values in chain.from_iterable(self._decode.values())),
+            prefill=tuple(PrefillSample(*values) for values in chain.from_iterable(self._prefill.values())),
             transfer=tuple(TransferSample(*values) for values in self._transfer),
             prefill_tokens=self.prefill_tokens,
             cached_tokens=self.cached_tokens,

@@ -31,11 +31,12 @@ def workload_prior(workload: Workload, batch: int, group_size: int) -> WorkloadP
         for i in range(batches * batch)
     ]
     turns = [turn for script in scripts for turn in script.turns]
-    contexts = []
+    contexts, by_turn = [], [0] * max(len(script.turns) for script in scripts)
     for script in scripts:
         context = 0
-        for turn in script.turns:
+        for number, turn in enumerate(script.turns):
             contexts.append(context + turn.prompt_tokens)
+            by_turn[number] += contexts[-1]
             context += turn.prompt_tokens + turn.retained_tokens
     counts = [len(script.turns) for script in scripts]
     tools = [sum(turn.tool_s for turn in script.turns) for script in scripts]
@@ -52,6 +53,7 @@ def workload_prior(workload: Workload, batch: int, group_size: int) -> WorkloadP
         turn_environment_s=fmean(turn.tool_s for turn in turns),
         retained_tokens=fmean(turn.retained_tokens for turn in turns),
         active_by_turn=tuple(sum(c > t for c in counts) / len(counts) for t in range(max(counts))),
+        context_by_turn=tuple(total / sum(c > t for c in counts) for t, total in enumerate(by_turn)),
         origin={"all": f"{batches} batches of the scenario's workload"},
     )
 

@@ -47,11 +47,20 @@ _NO_LOSS: Final[Mapping[str, float]] = {
     "renewed_fraction": 0.0,
     "shared_tokens": 0.0,
 }
+_NO_PATH: Final[Mapping[str, Any]] = {
+    "active_by_turn": (),
+    "context_by_turn": (),
+    "mean_turns": 0.0,
+    "slowest_turns": 0.0,
+    "most_turns": 0.0,
+}
 WITHOUT: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "closed cycle": ({"turn_environment_s": 0.0}, {}),
     "lost and shared prefixes": (_NO_LOSS, {}),
     "prefix capacity": ({}, {"prefix_capacity_tokens": 0.0}),
-    "work apart from path": ({"active_by_turn": (), "mean_turns": 0.0}, {}),
+    "contexts that grow": ({"context_by_turn": ()}, {"decode_per_context_token_s": 0.0}),
+    "paths of few long turns and of many": ({"slowest_turns": 0.0, "most_turns": 0.0}, {}),
+    "work apart from path": (_NO_PATH, {}),
     "responses prefilled again": ({"retained_tokens": 0.0}, {}),
 }
 """An extension → the data of (workload, platform) whose absence switches it off. The refit of costs is one more."""
@@ -95,8 +104,8 @@ class CaseResult:
     """By model: `extended`, `printed`, and the extended one without each extension."""
 
 
-def draw(seed: int) -> Case:
-    """A random case; the same seed gives the same one."""
+def draw(seed: int, parameters: str = "paper") -> Case:
+    """A random case, with the engines of a parameter set; the same seed gives the same one."""
     rng = random.Random(f"quality/{seed}")
 
     def scale(low: float, high: float) -> float:
@@ -114,6 +123,7 @@ def draw(seed: int) -> Case:
             "model": model,
             "gpu": rng.choice(("h800", "h100", "a100")),
             "tp": rng.choice((1, 2)) if model == "qwen3-8b" else 2,
+            "parameters": parameters,
             "cluster": {"training_gpus": 2, "reserved_rollout_gpus": 2, "max_preemptible_gpus": 0},
             "availability": {"trace": "none"},
             "rollout": {"batch": _GROUP * rng.randint(2, 6), "group_size": _GROUP},
