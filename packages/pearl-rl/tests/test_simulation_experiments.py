@@ -1,6 +1,7 @@
 """Reproduction rows: tolerances as stated, every experiment yields rows for what it ran, the command prints them."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -8,8 +9,9 @@ from pearl_rl.cli.app import app
 from pearl_rl.simulation.experiments import registry
 from pearl_rl.simulation.experiments.bench import BatchJob, Bench, ClusterJob, variant
 from pearl_rl.simulation.experiments.effort import QUICK
+from pearl_rl.simulation.experiments.figures import Figure7
 from pearl_rl.simulation.experiments.registry import EXPERIMENTS, paper_rows, reproduce
-from pearl_rl.simulation.experiments.tables import usual_choice
+from pearl_rl.simulation.experiments.tables import Table2, usual_choice
 from pearl_rl.simulation.experiments.targets import TargetRow, summary
 from pearl_rl.simulation.outcome import SimulationResult
 
@@ -148,7 +150,7 @@ def test_the_usual_choice_is_the_most_frequent_one_of_that_size(recorded) -> Non
 
 def test_the_command_prints_rows_and_refuses_unknown_targets(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        app(["reproduce", "R", "F2b", "--quick", "--json"])
+        app(["reproduce", "R", "F2b", "--quick", "--jobs", "1", "--json"])
     assert ended.value.code == 0
     rows = json.loads(capsys.readouterr().out)
     assert {r["id"] for r in rows} == {"R", "F2b"}
@@ -160,6 +162,30 @@ def test_the_command_prints_rows_and_refuses_unknown_targets(capsys) -> None:
         app(["reproduce", "F99"])
     assert ended.value.code == 2
     assert "no target 'F99'" in capsys.readouterr().err
+
+
+def test_as_many_processes_as_there_are_cores_to_use_simulate_unless_told_otherwise(capsys, monkeypatch) -> None:
+    asked: list[int] = []
+
+    def bench(jobs: int, *more: Any, **options: Any) -> Bench:
+        asked.append(jobs)
+        return Bench(1, *more, **options)
+
+    monkeypatch.setattr("pearl_rl.cli.doctor.usable_cores", lambda: 2.5)
+    monkeypatch.setattr("pearl_rl.simulation.experiments.bench.Bench", bench)
+    for options in ([], ["--jobs", "7"]):
+        with pytest.raises(SystemExit):
+            app(["reproduce", "F2b", "--quick", *options])
+    assert asked == [2, 7]
+    with pytest.raises(SystemExit) as ended:
+        app(["reproduce", "F2b", "--jobs", "0"])
+    assert ended.value.code == 2
+    assert "--jobs 0: must be from 1 to 256" in capsys.readouterr().err
+
+
+def test_what_two_targets_ask_for_is_simulated_once() -> None:
+    both = {*Table2().jobs()} & {*Figure7().jobs()}
+    assert {job.scenario.policy.name for job in both if isinstance(job, ClusterJob)} == {"pearl-ungated"}
 
 
 @pytest.mark.parametrize("name", ["history-edited", "roll-sglang"])

@@ -264,7 +264,7 @@ def simulate(
 @app.command(short_help="Print the paper's figures beside those of the simulation.")
 def reproduce(
     targets: Annotated[list[str] | None, typer.Argument(help="Targets like F5 or T2; default: all.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    jobs: Annotated[int | None, typer.Option(help="Processes; default: as many as there are cores to use.")] = None,
     seeds: Annotated[int, typer.Option(help="Seeds of the whole simulations of F5, F7 and F8.")] = 1,
     parameters: Annotated[
         str, typer.Option(metavar="SET", help="Parameter set in place of the paper's: history-edited, roll-sglang.")
@@ -274,7 +274,7 @@ def reproduce(
 ) -> None:
     """Print what the paper measured beside what the simulation gives.
 
-    Example: pearl-rl reproduce F2a T2 --jobs 4
+    Example: pearl-rl reproduce F2a T2 --jobs 1
     """
     from pearl_rl.cli.reproduce import run_reproduction
 

@@ -18,18 +18,24 @@ _MOST_SEEDS = 100
 def run_reproduction(
     targets: Sequence[str],
     *,
-    jobs: int = 1,
+    jobs: int | None = None,
     seeds: int = 1,
     parameters: str = "",
     quick: bool = False,
     as_json: bool = False,
 ) -> ExitCode:
-    """Print every row of the targets. Raises `CommandError` for an unknown target or parameter set."""
+    """Print every row of the targets, simulated in `jobs` processes (None: one for each core that may be used).
+
+    Raises `CommandError` for an unknown target or parameter set.
+    """
+    from pearl_rl.cli.doctor import usable_cores
     from pearl_rl.simulation.experiments.bench import Bench
     from pearl_rl.simulation.experiments.effort import FULL, QUICK
     from pearl_rl.simulation.experiments.registry import reproduce
     from pearl_rl.simulation.parameters import load_parameters
 
+    if jobs is None:
+        jobs = min(_MOST_JOBS, max(1, int(usable_cores())))
     if not 1 <= jobs <= _MOST_JOBS:
         raise CommandError(f"--jobs {jobs}: must be from 1 to {_MOST_JOBS}")
     if not 1 <= seeds <= _MOST_SEEDS:

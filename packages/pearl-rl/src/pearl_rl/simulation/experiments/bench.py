@@ -146,7 +146,8 @@ class Bench:
 
     def _prepare_in_processes(self, missing: Sequence[AnyJob]) -> None:
         spawn = get_context("spawn")
-        with ProcessPoolExecutor(self._processes, mp_context=spawn, initializer=_end_on_interrupt) as pool:
+        processes = min(self._processes, len(missing))
+        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_end_on_interrupt) as pool:
             with _interrupts_ignored():
                 outcomes = pool.map(run_job, map(self._changed, missing))
             try:
