@@ -1,18 +1,20 @@
 """The control plane's core under random scripts: every event order, every answer, every failure."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pearl_planner.catalog import find_profile
+from pearl_planner.decide import decide
 from pearl_planner.elastic import Borrowing, ElasticSettings, ElasticState, initial_state
 from pearl_planner.policies import pearl
 from pearl_planner.step import step
 from pearl_state import events
 from pearl_state.configuration import Configuration
-from pearl_state.decision import ScalingReason
+from pearl_state.decision import Decision, ScalingReason
 from pearl_state.effects import (
     ApplyStage,
     CancelGroup,
@@ -27,7 +29,7 @@ from pearl_state.effects import (
 )
 from pearl_state.lifecycle import HOLDS_GPU, Lifecycle
 from pearl_state.profile import PlatformProfile, WorkloadProfile
-from pearl_state.roles import Role, Tenure, Zone
+from pearl_state.roles import Mode, Role, Tenure, Zone
 from pearl_state.worker import GpuId, WorkerId
 
 PROFILE = find_profile("swe-32k")
@@ -251,6 +253,41 @@ def test_training_is_granted_only_after_every_borrowed_gpu_came_back() -> None:
     world.settle()
     assert len(world.state.table.active()) == 4
     assert world.state.table.floor_version == 1
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Disaggregation is best, and colocation is not left for it; `left` where it would be."""
+
+    left: bool
+    name: str = "keeping"
+    expands: bool = True
+    borrows: bool = True
+
+    def decide(self, *, budget_workers: int, current: Configuration | None = None, **asked: Any) -> Decision:
+        stays = budget_workers < 3 or not (self.left or current is None)
+        best = Configuration(prefill=1, decode=budget_workers - 1)
+        chosen = Configuration(colocated=budget_workers) if stays else best
+        return decide(**{**asked, "pinned": chosen}, budget_workers=budget_workers, current=current)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_who_joins_starts_in_a_role_of_the_mode_that_will_serve(left: bool) -> None:
+    """In a role of the other one it would have to start once more before it serves: each borrow would pay for that."""
+    world = World(start())
+    world.state = replace(world.state, settings=replace(world.state.settings, policy=Keeping(left)))
+    world.post(offer(10, 11, tenure=Tenure.RESERVED))
+    world.settle()
+    assert world.state.table.configuration == Configuration(colocated=2)
+    world.post(events.RolloutBegan(now_s=1.0, step=1, batch=64))
+    started: set[Role] = set()
+    while world.pending:
+        groups = (effect for _, effect in world.pending if isinstance(effect, PrepareGroup))
+        started.update(worker.role for group in groups for worker in group.workers)
+        world.answer(0, fail=False)
+    assert world.state.table.configuration.mode is (Mode.DISAGGREGATION if left else Mode.COLOCATION)
+    assert started
+    assert started <= ({Role.PREFILL, Role.DECODE} if left else {Role.COLOCATED})
 
 
 def test_a_gate_that_says_no_lends_nothing() -> None:

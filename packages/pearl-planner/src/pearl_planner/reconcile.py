@@ -314,7 +314,8 @@ def _begun(table: WorkerTable, id_: WorkerId, role: Role) -> Worker:
 def _roles_for(state: ElasticState, kind: GroupKind, count: int) -> list[Role]:
     """Roles for `count` workers to start in: what the best configuration of the grown budget lacks.
 
-    Decided again at admission.
+    Decided again at admission. A mode that would be kept then is kept here: who started in a role of the other one
+    would have to start once more before serving.
     """
     there = frozenset(state.table.active()) | standby(state)
     if kind is GroupKind.EXPANSION:
@@ -323,7 +324,13 @@ def _roles_for(state: ElasticState, kind: GroupKind, count: int) -> list[Role]:
         there = there.union(*starting)
     budget = len(there) + count
     steps = _changes_with_steps(state)
-    target = _part_of_whole(state, budget) if steps else choose(state, budget, current=None).selected
+    if steps:
+        target = _part_of_whole(state, budget)
+    else:
+        target = choose(state, budget, current=None).selected
+        current = current_configuration(state.table)
+        if current is not None and current.mode is not target.mode:
+            target = choose(state, budget, current=current).selected
     have = Counter(state.table.rows[id_].role for id_ in there)
     lacking = [role for role in ROLLOUT_ROLES for _ in range(max(0, target.count(role) - have[role]))]
     spare = Role.DECODE if target.prefill else Role.COLOCATED
