@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from pearl_rl.errors import SettingsError
 from pearl_rl.rollout.environments.protocol import Task
+from pearl_rl.run_folder import RunFolder
 from pearl_rl.simulation.batch_run import WorkerModel, run_batch
 from pearl_rl.simulation.cluster import SimulatedCluster, simulate
 from pearl_rl.simulation.parameters import load_parameters
-from pearl_rl.simulation.scenario import scenario_from
+from pearl_rl.simulation.scenario import load_scenario, scenario_from
 from pearl_rl.simulation.sources import make_workload, run_scripts, session_scripts
 from pearl_rl.simulation.turn_model import (
     BUNDLED,
@@ -232,6 +233,18 @@ def test_what_is_no_turn_model_is_one_line_that_names_it(tmp_path, text, said) -
     with pytest.raises(SettingsError, match=said) as refused:
         make_workload(scenario_from({"workload": {"model": str(path)}}), load_parameters("paper", "qwen3-8b"))
     assert str(path) in str(refused.value)
+
+
+def test_a_recorded_simulation_is_replayed_exactly(tmp_path) -> None:
+    sets = ["run.steps=1", "rollout.batch=16", "workload.max_turns=6", "workload.max_context_tokens=8192"]
+    scenario = load_scenario("paper-fixed", sets)
+    with RunFolder.create_simulation(scenario.model_dump(), tmp_path / "run") as folder:
+        recorded = simulate(scenario, folder=folder)
+    replayed = simulate(load_scenario("paper-fixed", [*sets, f"workload.replay={tmp_path / 'run'}"]))
+    assert [(s.rollout_s, s.generated_tokens, s.trained_tokens) for s in replayed.steps] == [
+        (s.rollout_s, s.generated_tokens, s.trained_tokens) for s in recorded.steps
+    ]
+    assert replayed.engines == recorded.engines
 
 
 def test_a_recorded_run_is_replayed_in_the_order_of_its_dispatch(tmp_path) -> None:

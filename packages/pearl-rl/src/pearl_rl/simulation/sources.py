@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pearl_rl.errors import SettingsError
-from pearl_rl.report.lines import of_run, read_lines
+from pearl_rl.report.lines import of_run, read_lines, read_object
+from pearl_rl.run_folder import SCENARIO_JSON
 from pearl_rl.settings.messages import short
-from pearl_rl.simulation.parameters import Parameters
-from pearl_rl.simulation.scenario import Scenario
+from pearl_rl.simulation.parameters import Parameters, load_parameters
+from pearl_rl.simulation.scenario import Scenario, scenario_from
 from pearl_rl.simulation.turn_model import BUNDLED, TurnModel, bundled_turn_model, turn_model_from_json
 from pearl_rl.simulation.workload import ModelWorkload, Script, ScriptedWorkload, Workload, WorkloadOptions, fitted
 
@@ -39,6 +40,8 @@ def make_workload(scenario: Scenario, parameters: Parameters) -> Workload:
     replayed = bool(section.replay)
     # The parameter set describes the paper's task; other models and recordings are taken as they are.
     scales: dict[str, Any] = dict(parameters.workload) if section.model == "swe" and not replayed else {}
+    if replayed:
+        scales = _of_recording(Path(section.replay))
     scales.update({name: getattr(section, name) for name in _SCALES if getattr(section, name) is not None})
     options = replace(
         WorkloadOptions(max_context_tokens=section.max_context_tokens, max_turns=section.max_turns), **scales
@@ -49,6 +52,21 @@ def make_workload(scenario: Scenario, parameters: Parameters) -> Workload:
             raise SettingsError(f"workload.replay = {section.replay}: holds no trajectory")
         return ScriptedWorkload(scripts, stable_fraction=options.stable_fraction)
     return ModelWorkload(_turn_model(section.model), options, scenario.run.seed)
+
+
+def _of_recording(path: Path) -> dict[str, Any]:
+    """What a recorded simulation knew of its prompts beyond their length: how much of one the next repeats."""
+    file = path / SCENARIO_JSON
+    if not file.is_file():
+        return {}
+    with of_run(path):
+        recorded = scenario_from(read_object(file), str(file))
+    section = recorded.workload
+    if section.stable_fraction is not None:
+        return {"stable_fraction": section.stable_fraction}
+    usual = load_parameters(recorded.parameters, recorded.model).workload
+    drawn = section.model == "swe" and not section.replay and "stable_fraction" in usual
+    return {"stable_fraction": usual["stable_fraction"]} if drawn else {}
 
 
 def _turn_model(name: str) -> TurnModel:
@@ -85,7 +103,8 @@ def run_scripts(folder: Path, options: WorkloadOptions) -> Iterator[Script]:
                 for turn in line["turns"]
             ]
             root, reward = f"group {line['group']}", float(line["reward"])
-        yield fitted(turns, options, root=root, reward=reward)
+            stays = [turn.get("retained_tokens") for turn in line["turns"]] if options.retained_fraction == 1.0 else []
+            yield fitted(turns, options, root=root, reward=reward, retained=stays)
 
 
 def _time(seconds: Any) -> float:

@@ -152,12 +152,21 @@ def _stretched(turns: Sequence[tuple[int, int, float]], count: int) -> Iterator[
 
 
 def fitted(
-    turns: Iterable[tuple[int, int, float]], options: WorkloadOptions, *, root: str = "", reward: float = 0.0
+    turns: Iterable[tuple[int, int, float]],
+    options: WorkloadOptions,
+    *,
+    root: str = "",
+    reward: float = 0.0,
+    retained: Sequence[int | None] = (),
 ) -> Script:
-    """A script of (new prompt tokens, generated tokens, tool time), cut where the context is full."""
+    """A script of (new prompt tokens, generated tokens, tool time), cut where the context is full.
+
+    `retained` is how many generated tokens of each turn stay in the context, where that is known.
+    """
     kept: list[ScriptedTurn] = []
     context, truncated = 0, False
-    for new, response, tool_s in itertools.islice(turns, options.max_turns):
+    stays = itertools.chain(retained, itertools.repeat(None))
+    for (new, response, tool_s), staying in zip(itertools.islice(turns, options.max_turns), stays, strict=False):
         new = max(1, new)
         room = options.max_context_tokens - context - new
         if room < _LEAST_RESPONSE:
@@ -165,9 +174,9 @@ def fitted(
             break
         tokens = min(max(1, response), options.max_response_tokens, room)
         truncated = tokens == room
-        retained = round(tokens * options.retained_fraction)
-        kept.append(ScriptedTurn(new, tokens, tool_s, retained))
-        context += new + retained
+        left = round(tokens * options.retained_fraction) if staying is None else min(staying, tokens)
+        kept.append(ScriptedTurn(new, tokens, tool_s, left))
+        context += new + left
         if truncated:
             break
     if not kept:
