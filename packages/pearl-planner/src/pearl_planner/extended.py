@@ -180,7 +180,8 @@ class ExtendedModel:
             iterations = workload.response_tokens
             self._fixed = iterations * platform.decode_fixed_s
             self._beside = self._environment + self._handover
-        known = workload.context_tokens > 0 and workload.decoded_context_tokens > 0
+        # A mean context below a token is none: their ratio would overflow.
+        known = workload.context_tokens >= 1.0 and workload.decoded_context_tokens > 0
         longer = workload.decoded_context_tokens / workload.context_tokens if known else 1.0
         self._walked = [
             (
