@@ -86,13 +86,14 @@ def run_in_folder(
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     live = console.is_terminal and not plain
 
-    write = Lines(console.file)
+    unread = asyncio.Event()
+    write = Lines(console.file, unread.set)
     for line in opening(settings, folder):
         write(line)
 
     async def supervised() -> Outcome:
         with _view(console, settings, write, live=live) as view:
-            return await supervise(train, settings, folder, view, write.broken)
+            return await supervise(train, settings, folder, view, unread)
 
     runner = asyncio.Runner(loop_factory=RunClockLoop)
     given_up = False
