@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl_planner.task_batching import PriorityWeights
+from pearl_rl.rollout import task_batcher
 from pearl_rl.rollout.task_batcher import TaskBatcher, TaskBatchingSettings, TaskState
 from pearl_rl.simulation.tiderl_platform import WEBSHOP, TidePlatform
 from pearl_rl.simulation.tiderl_rollout import RequestBatching, TokenBatching, roll_out
@@ -52,6 +53,20 @@ def test_a_probe_that_ends_with_its_first_turn_does_not_hold_its_group_back() ->
     log.batcher.add(B, GroupId("g"))
     log.batcher.end(A)
     assert log.ran == [("a", W0), ("b", W0)]
+
+
+def test_a_pass_that_can_place_and_pause_nobody_counts_and_looks_at_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log({W0: 100})
+    log.batcher.add(D, GroupId("h"))
+    log.batcher.add(A, GroupId("g"))
+    log.batcher.add(B, GroupId("g"))  # waits for the first turn of its group
+    before = log.batcher.counts.rounds
+    with monkeypatch.context() as patched:
+        patched.delattr(task_batcher, "schedule_round")
+        log.batcher.turn_over(D, 20)
+    assert log.batcher.counts.rounds == before + 1
+    log.batcher.turn_over(A, 30)
+    assert log.ran == [("d", W0), ("a", W0), ("b", W0)]
 
 
 def test_a_task_that_outgrows_its_worker_is_paused_and_its_environment_told() -> None:

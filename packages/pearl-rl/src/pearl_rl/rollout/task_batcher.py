@@ -102,7 +102,8 @@ class TaskBatcher:
         self._usage: dict[WorkerId, int] = {}
         self._finished: dict[GroupId, int] = {}
         self._asking: list[_Entry] = []
-        self._in_round = self._again = False
+        self._in_round = self._again = self._moved = False
+        """`_moved`: workers came or went since the newest pass, so that tasks may be on one that is gone."""
         self.counts = BatchingCounts()
 
     # ---- reading ----------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class TaskBatcher:
 
     def set_budgets(self, budgets: Mapping[WorkerId, int]) -> None:
         """These workers serve, with so many KV tokens each. Tasks of others move."""
-        self._budgets = dict(budgets)
+        self._budgets, self._moved = dict(budgets), True
         self._usage = dict.fromkeys(budgets, 0)
         for entry in self._active.values():
             if entry.task.worker in self._usage:
@@ -189,7 +190,7 @@ class TaskBatcher:
         if entry.probes:
             entry.probes = False
             self._footprints.measured(entry.task.group, context_tokens)
-        if any(self._usage[id_] > budget for id_, budget in self._budgets.items()):
+        if self._overfull():
             self._round()
         else:
             self._round_where_room()
@@ -226,6 +227,10 @@ class TaskBatcher:
             if entry.task.group == group:
                 entry.task = replace(entry.task, group_finished=done)
 
+    def _overfull(self) -> bool:
+        """Whether a worker is over its budget."""
+        return any(self._usage[id_] > budget for id_, budget in self._budgets.items())
+
     def _round_where_room(self) -> None:
         """A round, where somebody waits who fits somewhere."""
         room = max((budget - self._usage[worker] for worker, budget in self._budgets.items()), default=0)
@@ -255,11 +260,15 @@ class TaskBatcher:
         self.counts.rounds += 1
         settings = self._settings
         waiting = [entry.task for entry in self._paused.values() if entry.wants]
+        new = self._candidates()
+        if not (waiting or new or self._asking or self._moved or self._overfull()):
+            return False  # nobody to place and nobody to pause: a pass would look at every task for nothing
+        self._moved = False
         made = schedule_round(
             budgets=self._budgets,
             active=[entry.task for entry in self._active.values()],
             paused=waiting,
-            new=self._candidates(),
+            new=new,
             limits=AdmissionLimits(
                 # Paused tasks whose environment works are not seen by the round, but keep their session.
                 environment_slots=settings.environment_slots - (len(self._paused) - len(waiting)),
