@@ -211,6 +211,7 @@ def test_one_wrong_letter_still_finds_the_key(path, position):
         ("train.learning_rate=1e400", "must be a finite number"),
         ("run.steps=-1", "run.steps = -1: must be at least 1"),
         ("run.steps=1.5", "must be a whole number"),
+        ('run.steps="1"', "run.steps = 1: must be a whole number, not text"),
         ("run.steps=" + "9" * 5_000, "run.steps = 999"),
         ("train.learning_rate=" + "9" * 400, "must be"),
         ("run.seed=true", "run.seed = true: must be a whole number"),

@@ -174,7 +174,7 @@ def _validate(layers: _Layers) -> Settings:
         return Settings.model_validate(layers.nested())
     except ValidationError as error:
         complaints: dict[KeyPath, str] = {}
-        for detail in error.errors(include_url=False, include_context=True, include_input=False):
+        for detail in error.errors(include_url=False, include_context=True):
             path = tuple(str(part) for part in detail["loc"])
             while path not in layers.values:
                 path = path[:-1]

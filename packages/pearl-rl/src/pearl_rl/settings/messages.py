@@ -24,6 +24,9 @@ _RULES: Mapping[str, str] = {
 }
 
 
+_NUMERIC = frozenset({"int_type", "float_type"})
+
+
 def rule(path: tuple[str, ...], detail: Mapping[str, Any]) -> str:
     """The rule that pydantic's error `detail` for the value at `path` states, in the project's words."""
     if path[:-1] == FREE_FORM:
@@ -31,7 +34,9 @@ def rule(path: tuple[str, ...], detail: Mapping[str, Any]) -> str:
     template = _RULES.get(detail["type"])
     if template is None:
         return str(detail["msg"])
-    return template.format_map(detail.get("ctx", {}))
+    text = template.format_map(detail.get("ctx", {}))
+    # A number in quotes looks like one in a message.
+    return f"{text}, not text" if detail["type"] in _NUMERIC and isinstance(detail.get("input"), str) else text
 
 
 def short(value: object) -> str:
