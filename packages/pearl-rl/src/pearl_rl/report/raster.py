@@ -35,7 +35,7 @@ def png(svg: str) -> bytes:
         pen.draw(element, down)
     kept = image.resize((size[0] * SCALE, size[1] * SCALE), Image.Resampling.LANCZOS)
     written = io.BytesIO()
-    kept.save(written, "PNG", optimize=True)
+    kept.save(written, "PNG")
     return written.getvalue()
 
 
