@@ -11,13 +11,20 @@ Added to the printed equations (symbols as in `makespan`):
   `active_by_turn` is known turn i has B·active_by_turn[i] trajectories; where only `mean_turns` is known, their sum.
 - *Turn by turn.* Each group of turns has its own number of trajectories, so that a prefill pool that is too small early
   in a step does not vanish behind a long tail of few trajectories.
+- *Contexts that grow.* Most trajectories are under way while contexts are short. Where `context_by_turn` is known,
+  what caches hold, what is prefilled again and, with `decode_per_context_token_s`, what a sequence costs to decode are
+  those of the contexts of each group of turns.
 - *A closed cycle.* Where `turn_environment_s` is known, n trajectories circulate between the environment and the pools
   (mean-value analysis with Schweitzer's estimate of what an arrival finds): a turn lasts
   C = Z + Σ R_k with R_k = F_k + G_k·R_k/C, where F_k is what a trajectory's own turn needs in pool k and G_k what the
   others bring to its worker: (n − 1)/N of them, and between decode workers, which are filled evenly, n/N − 1. Pools
   that are nearly balanced make each other wait; where one dominates, C is its G.
 - *The slowest trajectory.* S turns of mean length may be more than anybody took: then its turns are few and long. Its
-  path is S turns of decode, as many prefills as there are turns at most, and its own environment time, once.
+  path is S turns of decode, as many prefills as it takes turns at most, and its own environment time. It goes its way
+  while the others go theirs: a phase lasts until a mean trajectory is through, and it gets on in it as its own turns
+  let it, so that no path is over before the crowd is.
+- *Stalls.* In a measured cycle T_over is time in which a colocated worker does nothing for anybody, as when it changes
+  between prefill and decode: the more share a worker, the more it costs each of them.
 - *Iterations.* In a measured cycle the first token comes from prefill, and a request that joins a decode batch waits
   for the iteration under way: r − 1 iterations and on average half of one.
 - *Prefill iterations.* Where `prefill_fixed_s` is known a prefill iteration takes that much however few tokens it
@@ -53,7 +60,7 @@ def work_turns(workload: WorkloadProfile) -> float:
 
 def mean_trajectories(workload: WorkloadProfile) -> WorkloadProfile:
     """The profile of as many trajectories that are all under way for all of its turns, none slower than the others."""
-    return replace(workload, slowest_turns=0.0, most_turns=0.0, active_by_turn=(), context_by_turn=())
+    return replace(workload, slowest_turns=0.0, active_by_turn=(), context_by_turn=())
 
 
 def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float, float], ...]:
@@ -66,11 +73,11 @@ def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float, float], 
     if not any(active):
         share = work_turns(workload) / workload.turns
         return ((workload.turns, workload.batch * share, workload.context_tokens),)
-    contexts = workload.context_by_turn or (1.0,) * len(active)
+    contexts = workload.context_by_turn
     scale = workload.turns / len(active)
     # Keep the work: the list may be shorter or longer than S, which is a running average of its own.
     height = work_turns(workload) / (math.fsum(active) * scale)
-    whole = math.fsum(map(operator.mul, active, contexts))
+    whole = math.fsum(map(operator.mul, active, contexts)) if contexts else 0.0
     level = workload.context_tokens * math.fsum(active) / whole if whole else 0.0
     groups = []
     size = -(-len(active) // _GROUPS)
@@ -78,7 +85,9 @@ def turn_groups(workload: WorkloadProfile) -> tuple[tuple[float, float, float], 
         part = active[start : start + size]
         reached = math.fsum(part)
         if reached > 0:
-            context = level * math.fsum(map(operator.mul, part, contexts[start : start + size])) / reached
+            context = workload.context_tokens
+            if whole:
+                context = level * math.fsum(map(operator.mul, part, contexts[start : start + size])) / reached
             groups.append((len(part) * scale, workload.batch * reached / len(part) * height, context))
     return tuple(groups)
 
@@ -105,8 +114,11 @@ class ExtendedModel:
     """`MakespanModel` with the additions of this module. `is_printed` where the profile has data for none of them."""
 
     __slots__ = (
+        "_apart",
+        "_asks",
         "_beside",
         "_cap",
+        "_circling",
         "_environment",
         "_fixed",
         "_groups",
@@ -114,9 +126,6 @@ class ExtendedModel:
         "_insertion",
         "_kept",
         "_kv_sequences",
-        "_many_beside",
-        "_many_share",
-        "_many_visits",
         "_moved",
         "_outside",
         "_over",
@@ -139,7 +148,7 @@ class ExtendedModel:
     def __init__(self, workload: WorkloadProfile, platform: PlatformProfile, kv_headroom: float = 1.0) -> None:
         turns = self._turns = workload.turns
         self._groups = turn_groups(workload)
-        self._work = math.fsum(count * running for count, running, *_ in self._groups)
+        self._work = sum([count * running for count, running, _ in self._groups])
         measured = workload.turn_environment_s > 0
         self._insertion = platform.prefill_fixed_s if measured and platform.prefill_marginal_s else 0.0
         prefill = platform.prefill_marginal_s if self._insertion else platform.prefill_per_token_s
@@ -149,24 +158,21 @@ class ExtendedModel:
         # What a cache holds at best when a turn begins: all that came before; of that what a prefill worker computed.
         self._kept = max(0.0, context - self._per_prompt)
         self._pair_kept = max(0.0, context - self._pair_prompt)
-        self._moved, self._renewed = workload.moved_fraction, workload.renewed_fraction
-        self._pair_moved = workload.pair_moved_fraction
+        self._moved, self._renewed = min(1.0, workload.moved_fraction), workload.renewed_fraction
+        self._pair_moved = min(1.0, workload.pair_moved_fraction)
         bounded = platform.prefix_capacity_tokens > 0 and workload.context_tokens > 0
         self._cap = platform.prefix_capacity_tokens / workload.context_tokens if bounded else math.inf
-        path = workload.slowest_turns or len(workload.active_by_turn)
+        asks = min(turns, workload.slowest_turns or len(workload.active_by_turn) or turns)
         # S turns of mean length may be more than anybody took: the slowest one's are long, and it visits prefill less.
-        self._visits = min(1.0, path / turns) if path and workload.turn_environment_s else 1.0
-        # Who takes most turns generates less in each, and becomes the slowest where prefill is what all wait for.
-        many = workload.most_turns if workload.turn_environment_s else 0.0
-        self._many_visits = many / turns
-        self._many_share = min(1.0, workload.most_turns_response_tokens / (workload.response_tokens * turns))
+        self._asks = asks if workload.turn_environment_s else turns
+        self._visits = self._asks / turns
         self._over = self._visits * turns * platform.overhead_per_turn_s
         self._stall = platform.overhead_per_turn_s if workload.turn_environment_s else 0.0
         self._handover = turns * platform.handover_s
         self._transfer = workload.new_prompt_tokens * platform.kv_bytes_per_token / platform.transfer_bytes_per_s
         self._outside = workload.turn_environment_s
         self._environment = workload.environment_s or turns * workload.turn_environment_s
-        self._many_beside = workload.most_turns_environment_s - self._environment if many else -math.inf
+        self._apart = self._environment - self._asks * self._outside
         if self._outside:
             self._stretch = 1.0
             iterations = max(0.0, workload.response_tokens - 1.0)
@@ -194,6 +200,11 @@ class ExtendedModel:
             )
             for count, running, tokens in self._groups
         ]
+        self._circling = [
+            (count, count * n, n, max(0.0, n - 1.0), kept, cap, each_s, self._fixed + each_s)
+            for count, n, _, kept, cap, each_s in self._walked
+            if self._outside
+        ]
         per_sequence = kv_bytes_per_sequence(workload, platform, kv_headroom)
         bounded = platform.kv_capacity_bytes > 0 and per_sequence > 0
         self._kv_sequences = platform.kv_capacity_bytes / per_sequence if bounded else math.inf
@@ -215,23 +226,34 @@ class ExtendedModel:
         Trajectories move because another worker has less to do, so never so often that `workers` of them get less done
         than one.
         """
-        moved = min(1.0, moved) * (1.0 - 1.0 / workers)
+        moved -= moved / workers
         if moved * kept_s > (workers - 1) * prompt_s:
             moved = (workers - 1) * prompt_s / kept_s
-        return min(1.0, moved + self._renewed)
+        lost = moved + self._renewed
+        return lost if lost < 1.0 else 1.0
 
-    def _slowest(self, decode_s: float, visits_s: float) -> float:
-        """Path of the slowest trajectory, less its environment time: decode of S turns, and what else they wait for."""
-        path_s = decode_s + self._visits * visits_s
-        many_s = self._many_share * decode_s + self._many_visits * visits_s + self._many_beside
-        return path_s if path_s > many_s else many_s
+    def _slowest(self, phases: Sequence[tuple[float, float, float]]) -> float:
+        """Path of the slowest trajectory, less its environment time, seconds; `phases` hold those of a mean one.
+
+        Of each phase (turns, their decode and what else they wait for, seconds): it lasts until a mean trajectory is
+        through, and the slowest one gets on in it as its own turns let it, few and long or many and short.
+        """
+        total, left, whole = 0.0, 1.0, 0.0
+        for count, stay, wait in phases:
+            passed = count * (stay + wait + self._outside)
+            whole = self._turns * stay + self._asks * wait + self._environment
+            if passed >= left * whole:
+                break
+            total += passed
+            left -= passed / whole
+        return total + left * whole - self._environment
 
     def colocated(self, workers: int) -> MakespanTerms:
         """Eq. (1) with the additions. Prefill and decode share the time a trajectory spends on its worker."""
         lost = self._lost(self._moved, workers, self._per_prompt, self._kept)
         room, over = self._kv_sequences * workers, self._stall
         insertion = self._insertion + over
-        stays = visited = prefill = reprefill = 0.0
+        phases, stays, prefill, reprefill = [], 0.0, 0.0, 0.0
         for count, running, kept, _, cap, per_sequence in self._walked:
             held = cap * workers
             again = kept * (1.0 - (1.0 - lost) * held / running if running > held else lost)
@@ -253,11 +275,10 @@ class ExtendedModel:
             part -= (1.0 - self._visits) * count
             prefill += part * own
             reprefill += part * again
-            stays += count * (stay - own - over)
-            visited += count * (own + over)
-        stays = self._slowest(stays, visited)
-        if not over:
-            stays += self._over
+            stays += count * stay
+            phases.append((count, stay - own - over, own + over))
+        stays = self._slowest(phases) if self._outside else stays + self._over
+        prefill = min(prefill, stays - self._over)
         return MakespanTerms(
             total_s=stays + self._environment,
             prefill_s=prefill,
@@ -293,15 +314,17 @@ class ExtendedModel:
         others (`residence_s`, written out, since this is a decision's inner loop): within 4 % always, 0.2 % nearly
         always.
         """
-        visited = again = decode = 0.0
-        prompt, delay, fixed = self._pair_prompt, self._pair_delay, self._fixed
+        total = again = decode = 0.0
+        left, whole, own_turns, constant = 1.0, 0.0, self._turns - self._asks, self._apart
+        prompt, delay, asks = self._pair_prompt, self._pair_delay, self._asks
         lost = self._lost(self._pair_moved, prefill_workers, prompt, self._pair_kept)
-        outside, insertion = self._outside, self._insertion
+        insertion = self._insertion
         share, away, root = 1.0 / prefill_workers, 1.0 / decode_workers, math.sqrt
-        for count, running, _, kept, cap, per_sequence in self._walked:
-            held, alone = cap * prefill_workers, fixed + per_sequence
-            own = prompt + kept * (lost if running <= held else 1.0 - (1.0 - lost) * held / running)
-            before = (running - 1.0) * share if running > 1.0 else 0.0
+        for count, work, running, before, kept, held, per_sequence, alone in self._circling:
+            held *= prefill_workers
+            missed = kept * lost if running <= held else kept * (1.0 - (1.0 - lost) * held / running)
+            own = prompt + missed
+            before *= share
             beside = (running - 0.5) * away - 0.5
             beside = beside * per_sequence if beside > 0.0 else 0.0
             first = own + insertion
@@ -328,15 +351,24 @@ class ExtendedModel:
             slope = 1.0 + queue + batch
             cycle = low - excess * slope / (slope * slope + excess * (queue * near + batch * close))
             stay = alone * cycle / (cycle - beside)
-            visited += count * (cycle - stay - outside)
-            again += count * running * (own - prompt)
+            # As `_slowest` has it, written out too.
+            whole = own_turns * stay + asks * cycle + constant
+            passed = count * cycle
+            if passed < left * whole:
+                total += passed
+                left -= passed / whole
+            else:
+                total += left * whole
+                left = 0.0
+            again += work * missed
             decode += count * stay
-        path = decode + self._visits * self._turns * (delay - outside + prompt)
-        return self._slowest(decode, visited), again * share, decode, path
+        path = decode + asks * (delay - self._outside + prompt)
+        return total + left * whole - self._environment, again * share, decode, path
 
     def total_s(self, prefill_workers: int, decode_workers: int) -> float:
         """Makespan under disaggregation, seconds."""
-        return self._walk(prefill_workers, decode_workers)[0] + self._beside
+        walk = self._cycles if self._outside else self._walk
+        return walk(prefill_workers, decode_workers)[0] + self._beside
 
     def paths(self, prefill_workers: int, decode_workers: int) -> tuple[float, float]:
         """The two paths, each with what follows it; see `MakespanModel.paths`."""
@@ -353,7 +385,8 @@ class ExtendedModel:
 
     def disaggregated(self, prefill_workers: int, decode_workers: int) -> MakespanTerms:
         """Eqs. (2) and (3) with the additions."""
-        total, again, decode, path = self._walk(prefill_workers, decode_workers)
+        walk = self._cycles if self._outside else self._walk
+        total, again, decode, path = walk(prefill_workers, decode_workers)
         prefill, transfer = self._work * self._pair_prompt / prefill_workers + again, self._work * self._transfer
         bottleneck = "prefill" if prefill + transfer > path else "decode"
         # By position: this is made for every candidate of every decision.

@@ -293,10 +293,12 @@ def fit_overhead(
         if mode is Mode.DISAGGREGATION and not extended:
             found.refuse("eqs. (2) and (3) have no term for it", name)
             continue
-        values = np.array([_explaining(step, name, workload, platform, extended) for step in chosen])
+        progress = [_progress(step, name, workload, platform, extended) for step in chosen]
+        values = np.array([_explaining(step, made) for step, made in zip(chosen, progress, strict=True)])
         middle = float(np.median(values))
         found.take(name, middle, len(chosen))
-        spread += [abs(float(v) - middle) * workload.turns / s.makespan_s for v, s in zip(values, chosen, strict=True)]
+        made = np.array([of(middle) for of in progress])
+        spread += np.abs(made / np.median(made) - 1.0).tolist()
     origin = {**platform.origin, **{name: f"telemetry, {count} steps" for name, count in found.used.items()}}
     values_of = dict(found.values)
     if extended and len(found.values) == 1:
@@ -304,7 +306,8 @@ def fit_overhead(
         workers = max(c.workers for step in steps if step.mode is mode for c, _ in step.segments)
         _share(values_of, workload, platform, workers, origin)
     if extended and len(spread) >= settings.least_judged:
-        values_of["step_error"] = 1.4826 * float(np.median(spread))
+        # Standard error of a median over so many.
+        values_of["step_error"] = 1.25 * 1.4826 * float(np.median(spread)) / math.sqrt(len(spread))
         origin["step_error"] = f"telemetry, {len(spread)} steps"
     return PlatformFit(
         profile=replace(platform, **values_of, origin=origin) if values_of else platform,
@@ -368,14 +371,14 @@ def _bisect(low: float, high: float, below: Callable[[float], bool]) -> float:
     return 0.5 * (low + high)
 
 
-def _explaining(
+def _progress(
     step: StepMeasurement, name: str, workload: WorkloadProfile, platform: PlatformProfile, extended: bool
-) -> float:
-    """The value of the field `name` at which the model predicts the step's duration, at least 0, seconds."""
+) -> Callable[[float], float]:
+    """How far the step's seconds go by the model, by the value of the field `name`: 1 where it predicts them."""
     if step.turns:
-        own = replace(workload, turns=step.turns, slowest_turns=step.slowest_turns, environment_s=step.environment_s)
-        # It is known who was slowest.
-        workload = replace(own, most_turns=0.0)
+        workload = replace(
+            workload, turns=step.turns, slowest_turns=step.slowest_turns, environment_s=step.environment_s
+        )
 
     def progress(value: float) -> float:
         if name == "handover_s":
@@ -385,7 +388,14 @@ def _explaining(
         model: MakespanModel = deciding_model(workload, changed) if extended else PrintedModel(workload, changed)
         return math.fsum(seconds / _predicted_s(model, configuration) for configuration, seconds in step.segments)
 
-    return _bisect(0.0, step.makespan_s / workload.turns, lambda v: progress(v) > 1) if progress(0.0) > 1 else 0.0
+    return progress
+
+
+def _explaining(step: StepMeasurement, progress: Callable[[float], float]) -> float:
+    """The value at which the model predicts the step's duration, at least 0, seconds."""
+    if progress(0.0) <= 1:
+        return 0.0
+    return _bisect(0.0, step.makespan_s, lambda value: progress(value) > 1)
 
 
 def _predicted_s(model: MakespanModel, configuration: Configuration) -> float:

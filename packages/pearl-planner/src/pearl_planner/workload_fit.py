@@ -59,7 +59,7 @@ def fit_workload(
         fields = ("turns", "new_prompt_tokens", "response_tokens", "bubble_ratio", "environment_s")
         return WorkloadFit(profile=replace(prior, batch=batch), refused=dict.fromkeys(fields, reason))
     lengths = np.array([len(turns) for turns in trajectories if turns])
-    slowest, most = _slowest(trajectories), _most_turns(trajectories)
+    slowest = _slowest(trajectories)
     # What follows a trajectory's last turn is no pause between turns.
     pauses = np.array([s.environment_s for s in samples if not s.last] or [0.0], dtype=np.float64)
     decode = float(columns["decode_s"].sum())
@@ -74,9 +74,6 @@ def fit_workload(
         "max_context_tokens": float(columns["context_tokens"].max()),
         "decoded_context_tokens": _decoded_context(columns["context_tokens"], columns["response_tokens"]),
         "slowest_turns": float(np.mean([len(turns) for turns in slowest])),
-        "most_turns": float(np.mean([turns for turns, *_ in most])),
-        "most_turns_response_tokens": float(np.mean([tokens for _, tokens, _ in most])),
-        "most_turns_environment_s": float(np.mean([seconds for *_, seconds in most])),
         "mean_turns": float(lengths.mean()),
         "turn_environment_s": clipped_mean(pauses),
     }
@@ -127,13 +124,3 @@ def _slowest(trajectories: Sequence[Sequence[TurnSample]]) -> list[Sequence[Turn
         if turns and took > slowest.get(turns[0].step, (-1.0, turns))[0]:
             slowest[turns[0].step] = took, turns
     return [turns for _, turns in slowest.values()]
-
-
-def _most_turns(trajectories: Sequence[Sequence[TurnSample]]) -> list[tuple[int, int, float]]:
-    """Of each step the turns of the trajectory that took most, what it generated, and its environment time."""
-    most: dict[int, tuple[int, int, float]] = {}
-    for turns in trajectories:
-        if turns:
-            seen = len(turns), sum(s.response_tokens for s in turns), sum(s.environment_s for s in turns)
-            most[turns[0].step] = max(seen, most.get(turns[0].step, seen))
-    return list(most.values())

@@ -44,13 +44,6 @@ class WorkloadProfile:
     """Largest context a trajectory reaches, tokens; 0 where unknown."""
     slowest_turns: float = 0.0
     """Turns that the slowest trajectory really takes, each of which asks for prefill once; 0 where unknown."""
-    most_turns: float = 0.0
-    """Turns of the trajectory that takes most of them: where prefill is what everybody waits for, it becomes the
-    slowest one. 0 where unknown."""
-    most_turns_response_tokens: float = 0.0
-    """What that one generates in all of them, tokens."""
-    most_turns_environment_s: float = 0.0
-    """Its environment time, seconds."""
     mean_turns: float = 0.0
     """Mean turns over all trajectories of a step; 0 where unknown (then S stands for all)."""
     turn_environment_s: float = 0.0
@@ -124,8 +117,8 @@ class PlatformProfile:
     prefill_marginal_s: float = 0.0
     """Beyond `prefill_fixed_s`: one more prompt token in an iteration, seconds."""
     step_error: float = 0.0
-    """By how much of a step's duration the makespan model missed the steps that its costs were fitted to; 0 where too
-    few say so."""
+    """Standard error of how long a step takes, as a part of it, from the steps that the costs of modes were fitted to;
+    0 where too few say so."""
     handover_s: float = 0.0
     """Fixed cost of handing one request's KV from prefill to decode, seconds."""
     origin: Mapping[str, str] = field(default_factory=dict)

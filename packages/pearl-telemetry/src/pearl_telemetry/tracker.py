@@ -11,9 +11,6 @@ from pearl_telemetry.ema import Ema
 _AVERAGED = (
     "turns",
     "slowest_turns",
-    "most_turns",
-    "most_turns_response_tokens",
-    "most_turns_environment_s",
     "mean_turns",
     "new_prompt_tokens",
     "response_tokens",
@@ -66,8 +63,6 @@ class _Step:
     slowest_s: float = -1.0
     slowest_response_tokens: int = 0
     slowest_turns: int = 0
-    most_turns: tuple[int, int, float] = (0, 0, 0.0)
-    """Turns of the trajectory that took most, what it generated (tokens), and its environment time, seconds."""
     pauses: int = 0
     pause_s: float = 0.0
     slowest_environment_s: float = 0.0
@@ -148,12 +143,10 @@ class RuntimeTracker:
                 step.pauses += 1
                 step.pause_s += sample.environment_s
             step.max_context_tokens = max(step.max_context_tokens, sample.context_tokens + sample.response_tokens)
-        generated = sum(sample.response_tokens for sample in samples)
-        step.most_turns = max(step.most_turns, (len(samples), generated, environment_s))
         if total_s > step.slowest_s:
             step.slowest_s = total_s
             step.slowest_turns = len(samples)
-            step.slowest_response_tokens = generated
+            step.slowest_response_tokens = sum(sample.response_tokens for sample in samples)
             step.slowest_environment_s = environment_s
 
     def finish_step(
@@ -192,9 +185,6 @@ class RuntimeTracker:
         values = {
             "turns": path,
             "slowest_turns": float(seen.slowest_turns),
-            "most_turns": float(seen.most_turns[0]),
-            "most_turns_response_tokens": float(seen.most_turns[1]),
-            "most_turns_environment_s": seen.most_turns[2],
             "mean_turns": turns / len(seen.turns_of),
             "new_prompt_tokens": seen.prompt_tokens / turns,
             "response_tokens": seen.response_tokens / turns,
@@ -255,9 +245,6 @@ class RuntimeTracker:
             decoded_context_tokens=ema["decoded_context_tokens"],
             max_context_tokens=float(self._max_context),
             slowest_turns=0.0 if self._steady else ema["slowest_turns"],
-            most_turns=0.0 if self._steady else ema["most_turns"],
-            most_turns_response_tokens=0.0 if self._steady else ema["most_turns_response_tokens"],
-            most_turns_environment_s=0.0 if self._steady else ema["most_turns_environment_s"],
             mean_turns=ema["mean_turns"],
             turn_environment_s=ema["turn_environment_s"],
             retained_tokens=ema["retained_tokens"],

@@ -52,14 +52,13 @@ _NO_PATH: Final[Mapping[str, Any]] = {
     "context_by_turn": (),
     "mean_turns": 0.0,
     "slowest_turns": 0.0,
-    "most_turns": 0.0,
 }
 WITHOUT: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "closed cycle": ({"turn_environment_s": 0.0}, {}),
     "lost and shared prefixes": (_NO_LOSS, {}),
     "prefix capacity": ({}, {"prefix_capacity_tokens": 0.0}),
     "contexts that grow": ({"context_by_turn": ()}, {"decode_per_context_token_s": 0.0}),
-    "paths of few long turns and of many": ({"slowest_turns": 0.0, "most_turns": 0.0}, {}),
+    "turns of the slowest by number": ({"slowest_turns": 0.0}, {}),
     "work apart from path": (_NO_PATH, {}),
     "responses prefilled again": ({"retained_tokens": 0.0}, {}),
 }
