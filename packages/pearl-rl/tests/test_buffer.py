@@ -266,6 +266,11 @@ class BufferMachine(RuleBasedStateMachine):
         assert counts.used == len(self.used)
         assert min(counts.buffered, counts.in_flight) >= 0
 
+    @invariant()
+    def complete_groups_are_counted(self) -> None:
+        groups = self.kept._groups.values()
+        assert self.kept.ready() == sum(len(group.complete) == group.size for group in groups)
+
 
 TestBuffer = BufferMachine.TestCase
 TestBuffer.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

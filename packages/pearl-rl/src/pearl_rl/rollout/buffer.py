@@ -98,6 +98,8 @@ class GroupBuffer:
         self._size = group_size
         self._max_refills = max_refills_per_group
         self._groups: dict[GroupId, _Group] = {}
+        self._ready: int | None = None
+        """How many groups are complete; None: to be counted again. It is asked for with every sample."""
         self.counts = BufferCounts()
         """What became of all samples so far."""
 
@@ -111,6 +113,7 @@ class GroupBuffer:
         if self._groups:
             raise ValueError(f"{len(self._groups)} groups are open already; restore before the first")
         self.counts = replace(counts)
+        self._ready = None
         for id_, group in groups.items():
             self._groups[id_] = _Group(
                 self._size,
@@ -150,7 +153,10 @@ class GroupBuffer:
         state.complete.append((trajectory, version))
         self.counts.in_flight -= 1
         self.counts.buffered += 1
-        return len(state.complete) == state.size
+        complete = len(state.complete) == state.size
+        if complete and self._ready is not None:
+            self._ready += 1
+        return complete
 
     def failed(self, group: GroupId, trajectory: TrajectoryId, cause: str) -> int:
         """Drop a sample that the infrastructure failed; dispatch another one in its place.
@@ -180,6 +186,7 @@ class GroupBuffer:
     def drop(self, group: GroupId) -> int:
         """Give a whole group up: its task cannot be played. Returns how many of its samples were complete."""
         state = self._groups.pop(group)
+        self._ready = None
         self.counts.in_flight -= len(state.outstanding)
         self.counts.buffered -= len(state.complete)
         self.counts.dropped += len(state.outstanding) + len(state.complete)
@@ -198,13 +205,16 @@ class GroupBuffer:
             fresh = [s for s in state.complete if version - s[0].dispatch_version <= self._bound.max_staleness]
             refills.extend([id_] * (len(state.complete) - len(fresh)))
             state.complete = fresh
+        self._ready = None
         self.counts.buffered -= len(refills)
         self.counts.rejected += len(refills)
         return refills
 
     def ready(self) -> int:
         """How many groups are complete."""
-        return sum(len(state.complete) == state.size for state in self._groups.values())
+        if self._ready is None:
+            self._ready = sum(len(state.complete) == state.size for state in self._groups.values())
+        return self._ready
 
     def due(self, version: int) -> int:
         """How many incomplete groups an update at this version must wait for, lest samples become too old."""
@@ -237,6 +247,7 @@ class GroupBuffer:
                 dropped += [(id_, trajectory) for trajectory in state.outstanding]
                 state.size = len(state.complete)
                 state.outstanding.clear()
+        self._ready = None
         self.counts.in_flight -= len(dropped)
         self.counts.dropped += len(dropped)
         return dropped
@@ -259,6 +270,7 @@ class GroupBuffer:
                 samples.append(sample)
         for id_ in chosen:
             del self._groups[id_]
+        self._ready = None
         self.counts.buffered -= len(samples)
         self.counts.used += len(samples)
         return samples

@@ -101,6 +101,8 @@ class TaskBatcher:
         self._budgets: dict[WorkerId, int] = {}
         self._usage: dict[WorkerId, int] = {}
         self._finished: dict[GroupId, int] = {}
+        self._members: dict[GroupId, dict[TrajectoryId, _Entry]] = {}
+        """Group → those of its tasks that are in hand."""
         self._asking: list[_Entry] = []
         self._in_round = self._again = self._moved = False
         """`_moved`: workers came or went since the newest pass, so that tasks may be on one that is gone."""
@@ -131,11 +133,12 @@ class TaskBatcher:
 
     def set_budgets(self, budgets: Mapping[WorkerId, int]) -> None:
         """These workers serve, with so many KV tokens each. Tasks of others move."""
-        self._budgets, self._moved = dict(budgets), True
-        self._usage = dict.fromkeys(budgets, 0)
-        for entry in self._active.values():
-            if entry.task.worker in self._usage:
-                self._usage[entry.task.worker] += entry.task.footprint_tokens
+        if budgets != self._budgets:
+            self._budgets, self._moved = dict(budgets), True
+            self._usage = dict.fromkeys(budgets, 0)
+            for entry in self._active.values():
+                if entry.task.worker in self._usage:
+                    self._usage[entry.task.worker] += entry.task.footprint_tokens
         self._round()
 
     def add(self, task: TrajectoryId, group: GroupId, *, kind: str = "", evaluation: bool = False) -> None:
@@ -149,7 +152,8 @@ class TaskBatcher:
             group_finished=self._finished.get(group, 0),
             group_size=self._settings.group_size,
         )
-        self._entries[task] = self._new[task] = _Entry(made)
+        entry = self._entries[task] = self._new[task] = _Entry(made)
+        self._members.setdefault(group, {})[task] = entry
         if len(self._new) <= self._settings.lookahead or evaluation:
             self._round()
 
@@ -204,6 +208,10 @@ class TaskBatcher:
         self._paused.pop(task, None)
         self._new.pop(task, None)
         group = entry.task.group
+        members = self._members[group]
+        del members[task]
+        if not members:
+            del self._members[group]
         if entry.state is TaskState.ACTIVE and entry.task.worker in self._usage:
             self._usage[entry.task.worker] -= entry.task.footprint_tokens
         if not finished:
@@ -223,9 +231,8 @@ class TaskBatcher:
             del self._finished[group]
             self._footprints.forget(group)
             return
-        for entry in self._entries.values():
-            if entry.task.group == group:
-                entry.task = replace(entry.task, group_finished=done)
+        for entry in self._members.get(group, {}).values():
+            entry.task = replace(entry.task, group_finished=done)
 
     def _overfull(self) -> bool:
         """Whether a worker is over its budget."""
