@@ -12,8 +12,10 @@ import json
 import sys
 from dataclasses import asdict
 
+from pearl_rl.errors import SettingsError
 from pearl_rl.simulation.experiments.bench import Bench
 from pearl_rl.simulation.experiments.quality import CASES, Quality, QualityJob, draw, summarize
+from pearl_rl.simulation.parameters import load_parameters
 
 
 def table(rows: list[Quality]) -> str:
@@ -41,6 +43,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.cases < 1 or arguments.jobs < 1:
         parser.error("--cases and --jobs must be at least 1")
+    try:
+        load_parameters(arguments.parameters, "qwen3-8b")
+    except SettingsError as error:
+        parser.error(str(error))
 
     def progress(done: int, of: int) -> None:
         if sys.stderr.isatty():

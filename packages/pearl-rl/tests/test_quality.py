@@ -94,6 +94,14 @@ def test_more_simulated_batches_are_averaged() -> None:
     assert not any(a == b for a, b in itertools.pairwise(alone))
 
 
+def test_a_case_is_the_same_one_with_the_engines_of_another_parameter_set() -> None:
+    usual, other = draw(SMALL), draw(SMALL, "roll-sglang")
+    assert usual.scenario.parameters == "paper"
+    assert other.scenario.parameters == "roll-sglang"
+    assert other.scenario.model_copy(update={"parameters": "paper"}) == usual.scenario
+    assert (other.workers, other.before) == (usual.workers, usual.before)
+
+
 def test_judging_a_case_twice_gives_the_same() -> None:
     assert judge(draw(SMALL)) == judge(draw(SMALL))
 
