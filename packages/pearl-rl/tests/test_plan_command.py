@@ -165,6 +165,23 @@ def test_a_bad_profile_is_refused_with_the_field_and_the_rule(tmp_path, workload
     assert words in line
 
 
+def test_a_profile_may_say_how_many_are_under_way_at_each_turn_and_how_long_contexts_are_then(tmp_path):
+    by_turn = {
+        "steady": False,
+        "context_tokens": 2000,
+        "active_by_turn": {"value": [1, 0.75, 0.25], "origin": "seen"},
+        "context_by_turn": [1000, 3000, 4000.5],
+    }
+    path = profile_file(tmp_path, WORKLOAD | by_turn)
+    data = decided("--workers", "5", "--profile", path)
+    assert data["origin"]["workload"] == {"active_by_turn": "seen"}
+    wrong = profile_file(tmp_path, WORKLOAD | by_turn | {"context_by_turn": [1000]})
+    assert "as many as active_by_turn" in refused(*SETTING, "--workers", "5", "--profile", wrong)
+    for name, value in (("context_by_turn", 5), ("context_by_turn", ["x"]), ("steady", 1)):
+        wrong = profile_file(tmp_path, WORKLOAD | by_turn | {name: value})
+        assert f"{name} = " in refused(*SETTING, "--workers", "5", "--profile", wrong)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from([*WORKLOAD, "value", "x"]), inner),

@@ -257,7 +257,8 @@ def values_of(kind: Any) -> st.SearchStrategy:
         hints = get_type_hints(kind)
         rest = {name: values_of(hint) for name, hint in hints.items() if hint not in (int, float, tuple[float, ...])}
         numbers = {name: POSITIVE for name, hint in hints.items() if hint is float}
-        counts = {"batch": st.integers(1, 99), "active_by_turn": st.just((1.0, 0.5))} if kind is WorkloadProfile else {}
+        by_turn = {"active_by_turn": st.just((1.0, 0.5)), "context_by_turn": st.just((10.0, 20.5))}
+        counts = {"batch": st.integers(1, 99), **by_turn} if kind is WorkloadProfile else {}
         return st.builds(kind, **rest, **numbers, **counts)
     if kind is Configuration:
         return CONFIGURATIONS

@@ -17,7 +17,8 @@ from pearl_state.errors import ConfigurationError, ProfileError
 from pearl_state.profile import PlatformProfile, WorkloadProfile
 
 _Profile = TypeVar("_Profile", WorkloadProfile, PlatformProfile)
-_SEVERAL = "active_by_turn"
+_SEVERAL = frozenset({"active_by_turn", "context_by_turn"})
+"""Fields that hold a number for each turn."""
 _LARGEST = 1e15
 _MOST_SEQUENCES = 4_096
 _MOST_WORKERS = 10_000_000
@@ -160,15 +161,24 @@ def _profile(kind: type[_Profile], values: Any, path: Path) -> _Profile:
 
 
 def _value(key: str, value: Any) -> Any:
-    """A number, or for the one field that has several a tuple of numbers. Raises `ProfileError`."""
-    if key == _SEVERAL and isinstance(value, list):
-        return tuple(_value("", item) for item in value)
+    """A number, for a field that has several a tuple of numbers, or whether. Raises `ProfileError`."""
+    if key == "steady":
+        if not isinstance(value, bool):
+            raise ProfileError(f"{key} = {value!r}: must be true or false")
+        return value
+    if key not in _SEVERAL:
+        return _number(key, value)
+    if not isinstance(value, list):
+        raise ProfileError(f"{key} = {value!r}: must be a list of numbers")
+    return tuple(_number(key, item) for item in value)
+
+
+def _number(key: str, value: Any) -> int | float:
     whole = key == "batch"
-    if key == _SEVERAL or isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        rule = "a list of numbers" if key == _SEVERAL else "a whole number" if whole else "a number"
-        raise ProfileError(f"{key or _SEVERAL} = {value!r}: must be {rule}")
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ProfileError(f"{key} = {value!r}: must be {'a whole number' if whole else 'a number'}")
     if abs(value) > _LARGEST:
-        raise ProfileError(f"{key or _SEVERAL}: must be at most {_LARGEST:.0e}")
+        raise ProfileError(f"{key}: must be at most {_LARGEST:.0e}")
     return value
 
 
