@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl_rl.errors import SettingsError
+from pearl_rl.errors import CommandError, SettingsError
 from pearl_rl.rollout.environments.protocol import Task
 from pearl_rl.run_folder import RunFolder
 from pearl_rl.simulation.batch_run import WorkerModel, run_batch
@@ -275,6 +275,19 @@ def test_a_recorded_run_is_replayed_in_the_order_of_its_dispatch(tmp_path) -> No
     assert result.steps[0].generated_tokens == 8
     with pytest.raises(SettingsError, match="has no trajectories"):
         list(run_scripts(tmp_path / "none", WorkloadOptions()))
+
+
+@pytest.mark.parametrize("tokens", [-5, 2.5, "3"])
+def test_a_recorded_turn_of_which_no_tokens_can_stay_is_one_line(tmp_path, tokens) -> None:
+    turn = {"prompt": 9, "response": 4, "environment_s": 0.5}
+    line = {"id": "t0", "group": "g0", "reward": 1.0, "turns": [turn | {"retained_tokens": 3}, turn]}
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps(line) + "\n")
+    (script,) = run_scripts(tmp_path, WorkloadOptions())
+    assert [each.retained_tokens for each in script.turns] == [3, 4]
+    line["turns"][1] = turn | {"retained_tokens": tokens}
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(CommandError, match=f"retained_tokens = {tokens}"):
+        list(run_scripts(tmp_path, WorkloadOptions()))
 
 
 def model_of(scenario) -> tuple[WorkerModel, SimulatedCluster]:

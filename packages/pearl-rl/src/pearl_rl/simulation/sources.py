@@ -103,7 +103,7 @@ def run_scripts(folder: Path, options: WorkloadOptions) -> Iterator[Script]:
                 for turn in line["turns"]
             ]
             root, reward = f"group {line['group']}", float(line["reward"])
-            stays = [turn.get("retained_tokens") for turn in line["turns"]] if options.retained_fraction == 1.0 else []
+            stays = [_staying(turn) for turn in line["turns"]] if options.retained_fraction == 1.0 else []
             yield fitted(turns, options, root=root, reward=reward, retained=stays)
 
 
@@ -111,6 +111,13 @@ def _time(seconds: Any) -> float:
     if not 0.0 <= float(seconds) < math.inf:
         raise ValueError(f"environment_s = {seconds}")
     return float(seconds)
+
+
+def _staying(turn: Mapping[str, Any]) -> int | None:
+    tokens = turn.get("retained_tokens")
+    if tokens is not None and not (isinstance(tokens, int) and tokens >= 0):
+        raise ValueError(f"retained_tokens = {tokens}")
+    return tokens
 
 
 def _count(tokens: Any) -> int:
