@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pearl_planner.extended import ExtendedModel
+from pearl_planner.extended import ExtendedModel, decode_per_sequence_s
 from pearl_planner.fit import FitSettings, StepMeasurement, fit_overhead, fit_platform
 from pearl_planner.makespan import PrintedModel
 from pearl_planner.robust import clipped_mean, quantiles, robust_line, weighted_median
@@ -343,6 +343,9 @@ def test_contexts_that_grow_while_the_batch_thins_out_do_not_pass_for_a_fixed_co
     plain = fit_platform(decode=[DecodeSample(n, 1, 0.02 + 0.001 * n, 100.0) for n in range(1, 20)], prior=PRIOR)
     assert plain.profile.decode_fixed_s == pytest.approx(0.02)
     assert plain.profile.decode_per_sequence_s == pytest.approx(0.001)
+    # They say so of their own contexts, whatever an earlier fit knew of others.
+    again = fit_platform(decode=[DecodeSample(n, 1, 0.02 + 0.001 * n, 9e4) for n in range(1, 20)], prior=fit.profile)
+    assert decode_per_sequence_s(again.profile, 9e4) == pytest.approx(0.001)
 
 
 def test_what_a_prefill_iteration_costs_however_small_is_told_apart():
@@ -378,6 +381,19 @@ def test_a_mode_that_no_step_shows_leaves_over_half_of_what_the_other_one_does()
     assert ExtendedModel(workload, other).colocated(4).total_s - model.colocated(4).total_s == pytest.approx(
         0.5 * left_s, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("visits", [2.0, 5.0, 40.0])
+def test_what_the_other_mode_leaves_over_is_found_however_few_turns_ask_for_prefill(visits):
+    workload = WorkloadProfile(
+        batch=4, turns=40, new_prompt_tokens=10, response_tokens=10, turn_environment_s=0.1, slowest_turns=visits
+    )
+    platform = replace(PRIOR, decode_fixed_s=0.02, decode_per_sequence_s=0.001, prefill_per_token_s=0.001)
+    model = ExtendedModel(workload, platform)
+    slow = StepMeasurement(segments=((Configuration(2, 2), model.total_s(2, 2) + 20.0),))
+    found = fit_overhead([slow] * 2, workload=workload, platform=platform).profile
+    more_s = ExtendedModel(workload, found).colocated(4).total_s - model.colocated(4).total_s
+    assert more_s == pytest.approx(0.5 * 40 * found.handover_s, rel=1e-6)
 
 
 def test_a_step_is_explained_by_who_was_slowest_in_it_and_steps_that_agree_say_how_sure_predictions_are():

@@ -71,6 +71,17 @@ def test_measurements_replace_the_prior_and_say_so() -> None:
     assert not guest().calibrated
 
 
+@pytest.mark.parametrize("ran", ["4C", "2P2D"])
+def test_steps_that_say_the_same_again_make_no_mode_dearer(ran: str) -> None:
+    known, segments = guest(batch=8), [(Configuration.parse(ran), 120.0)]
+    costs = []
+    for step in range(6):
+        known = known.observe_step([trajectory(4, step=step)] * 8, segments=segments)
+        costs.append((known.platform.overhead_per_turn_s, known.platform.handover_s))
+    assert min(costs[1]) > 0
+    assert all(later == pytest.approx(costs[1]) for later in costs[2:])
+
+
 def test_too_few_samples_keep_the_prior_and_name_the_reason() -> None:
     told = guest().observe_step([trajectory(2)])
     assert told.platform.decode_fixed_s == guest().platform.decode_fixed_s

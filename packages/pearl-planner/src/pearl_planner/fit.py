@@ -178,6 +178,9 @@ def _fit_decode(samples: Sequence[DecodeSample], found: _Values, settings: FitSe
         fixed = 1e-3 * float(each.min()) + 1e-9
     found.take("decode_fixed_s", fixed, count)
     found.take("decode_per_sequence_s", slope, count)
+    # b is that of these samples: what a prior knew of contexts was said of another one.
+    found.take("decode_per_context_token_s", 0.0, count)
+    found.take("decode_context_tokens", 0.0, count)
     found.residuals["decode"] = residual
 
 
@@ -357,7 +360,8 @@ def _stall_s(more_s: float, workload: WorkloadProfile, platform: PlatformProfile
 
     before = platform.overhead_per_turn_s
     wanted_s = predicted_s(before) + more_s
-    return _bisect(before, before + more_s / workload.turns, lambda value: predicted_s(value) < wanted_s)
+    # The slowest trajectory may ask for prefill in few of its turns, and stall in those only.
+    return _bisect(before, before + more_s, lambda value: predicted_s(value) < wanted_s)
 
 
 def _bisect(low: float, high: float, below: Callable[[float], bool]) -> float:

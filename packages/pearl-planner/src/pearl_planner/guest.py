@@ -45,6 +45,8 @@ class Guest:
     costs: ToggleCosts = field(default_factory=ToggleCosts)
     calibrated: bool = False
     """Whether measurements back A, b and t_prefill."""
+    device: PlatformProfile | None = None
+    """`platform` as engine samples alone give it, without what steps say of modes; None before the first step."""
     refused: tuple[str, ...] = ()
     """Fields that the last fit left at their prior value, each with the reason."""
     turns: tuple[StepTurns, ...] = ()
@@ -101,7 +103,9 @@ class Guest:
         work = fit_workload(
             [one for step in turns for one in step], batch=batch or self.workload.batch, prior=self.workload
         )
-        device = fit_platform(decode=kept_decode, prefill=kept_prefill, transfer=kept_transfer, prior=self.platform)
+        device = fit_platform(
+            decode=kept_decode, prefill=kept_prefill, transfer=kept_transfer, prior=self.device or self.platform
+        )
         over = fit_overhead(steps, workload=work.profile, platform=device.profile)
         reasons = {**work.refused, **device.refused, **over.refused}
         return replace(
@@ -109,6 +113,7 @@ class Guest:
             workload=work.profile,
             platform=over.profile,
             calibrated=self.calibrated or device.calibrated,
+            device=device.profile,
             refused=tuple(f"{name}: {reason}" for name, reason in reasons.items()),
             turns=turns,
             decode=kept_decode,
