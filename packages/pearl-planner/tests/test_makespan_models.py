@@ -343,6 +343,13 @@ def test_contexts_that_grow_cost_little_while_many_decode():
     for tokens, each_s in ((2000.0, 0.12e-3), (8000.0, 0.36e-3), (16_000.0, 0.68e-3), (0.0, 0.36e-3)):
         assert decode_per_sequence_s(platform, tokens) == pytest.approx(each_s)
     assert decode_per_sequence_s(H800, 2000.0) == 0.36e-3
+    # That is no printed equation, even where nothing else is known.
+    plain = replace(SWE, context_tokens=16_000.0)
+    bare = replace(platform, prefix_capacity_tokens=0.0, kv_capacity_bytes=0.0)
+    assert ExtendedModel(plain, replace(bare, decode_per_context_token_s=0.0)).is_printed
+    longer = ExtendedModel(plain, bare)
+    assert not longer.is_printed
+    assert longer.colocated(8).total_s > PrintedModel(plain, bare).colocated(8).total_s
 
 
 def test_an_overhead_stalls_everybody_on_the_worker():

@@ -217,6 +217,7 @@ class ExtendedModel:
             and not workload.shared_tokens
             and not ((self._moved or self._pair_moved or self._renewed) and self._kept)
             and len(self._groups) == 1
+            and self._walked[0][-1] == iterations * platform.decode_per_sequence_s
             and self._work == turns * workload.batch
         )
 
