@@ -61,7 +61,7 @@ class AvailabilitySection(Section):
     trace: str = Field(
         default="",
         description="CSV trace of counts or of events; empty for the bundled segments; 'synthetic' for GPUs that come "
-        "and go at random; 'none' for a fixed pool",
+        "and go at random until run.duration_s, then stay as they are; 'none' for a fixed pool",
     )
     present_s: float = Field(
         default=3600.0, gt=0, le=1e9, description="mean time that a GPU of a synthetic trace is there, seconds"
