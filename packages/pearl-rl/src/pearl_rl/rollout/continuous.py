@@ -15,8 +15,9 @@ from functools import cached_property
 from statistics import fmean
 from typing import Final
 
+from pearl_rl.rollout.batch_under_way import Batch
 from pearl_rl.rollout.buffer import UsedSample
-from pearl_rl.rollout.pipeline import Batch, PipelineScheduler
+from pearl_rl.rollout.pipeline import PipelineScheduler
 from pearl_rl.rollout.pipeline_settings import Injection, PipelineSettings, RolloutTimeoutError
 from pearl_rl.rollout.ports import Flow
 from pearl_state.events import RolloutBegan, RolloutProgressed

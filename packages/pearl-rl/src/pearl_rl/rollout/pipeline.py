@@ -8,12 +8,12 @@ publishes the new weights, and says that it is done; the Elastic Scheduler hears
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from pearl_executor.ports import WeightSnapshot
 from pearl_rl.observer import Observer, SilentObserver, StepRecord
 from pearl_rl.rollout.agent import Agent, turn_samples
 from pearl_rl.rollout.batch_rollout import BatchRollout, first_error
+from pearl_rl.rollout.batch_under_way import Batch, Mark
 from pearl_rl.rollout.buffer import (
     GroupBuffer,
     StalenessBound,
@@ -36,7 +36,6 @@ from pearl_rl.rollout.pipeline_settings import (
 from pearl_rl.rollout.ports import Flow, RolloutTracker, Trainer, UpdateResult
 from pearl_rl.rollout.readiness import ReadinessMonitor
 from pearl_rl.rollout.router import Router
-from pearl_rl.rollout.statistics import Concurrency, PrefixUse
 from pearl_rl.rollout.task_gate import TaskGate
 from pearl_rl.rollout.training_gate import GrantTimeoutError, TrainingGate
 from pearl_state.errors import ConfigurationError
@@ -54,40 +53,6 @@ from pearl_state.trajectory import Trajectory
 
 _MOST_REPORTS = 256
 """Of the progress of a batch to the planner."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What the router had counted when a rollout began."""
-
-    concurrency: Concurrency
-    prefixes: PrefixUse
-    calls: int = 0
-
-
-@dataclass(slots=True)
-class Batch:
-    """One batch on its way; it listens to its own rollout."""
-
-    pipeline: "PipelineScheduler"
-    step: int
-    began_s: float
-    remaining: int
-    wait_bound_s: float
-    mark: Mark
-    makespan_s: float = 0.0
-    predicted_s: float | None = None
-    configuration: str = ""
-    borrowed: bool = False
-    requested_s: float | None = None
-
-    def completed(self, trajectory: Trajectory) -> None:
-        """See `BatchListener`."""
-        self.pipeline.on_completed(self, trajectory)
-
-    def dropped(self, complete: int) -> None:
-        """See `BatchListener`."""
-        self.remaining += complete
 
 
 class PipelineScheduler:
